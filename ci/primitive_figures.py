@@ -11,8 +11,8 @@ from pipeproof.core.measured import versions
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.primitives.primitive import PRIMITIVES, Figures
-from pipeproof.wings.primitives.stacked import validated
-from pipeproof.wings.primitives.stacks import Stack, alone
+from pipeproof.wings.primitives.stacked import validate_stack
+from pipeproof.wings.primitives.stacks import Stack, smallest_stack
 from pipeproof.worlds.world import World
 
 FILE = Path(__file__).parent.parent / "validation/wings/primitives/figures.json"
@@ -43,14 +43,14 @@ def main() -> int:
 
 def figures_of(name: str, seeds: int, world: World) -> Figures:
     """What a table says of the primitive ``name``."""
-    stack = Stack.parse(alone(name))
-    return summed_up(stack.ranks, [validated(replace(stack, seed=seed), WhiteBox(world)) for seed in range(seeds)])
+    stack = Stack.parse(smallest_stack(name))
+    return summed_up(stack.ranks, [validate_stack(replace(stack, seed=seed), WhiteBox(world)) for seed in range(seeds)])
 
 
 def summed_up(ranks: int, verdicts: Sequence[Verdict]) -> Figures:
     """Of one primitive, ``verdicts`` on all seeds."""
     worst = max((verdict.law("gradient") for verdict in verdicts if verdict.laws), key=lambda law: law.worst)
-    passed = sum(verdict.verdict == "pass" for verdict in verdicts)
+    passed = sum(verdict.outcome == "pass" for verdict in verdicts)
     return Figures(ranks, len(verdicts), passed, worst.checked, worst.worst, worst.floor, versions()["torch"])
 
 

@@ -33,7 +33,7 @@ SCHEDULE = (
     "train_step",
     "accumulate",
     "eval_step",
-    "wrapped",
+    "wrap",
     "profiles",
     "trace",
     "schedule",
@@ -57,16 +57,16 @@ PARTS: Mapping[str, Sequence[Name]] = {
             "validation/wings/mutate/mutation.py",
             methods=("let_pass", "raise_if_any_passed"),
         ),
-        Name("pipeproof.whitebox", "watch", "validation/core/observe/watching.py"),
+        Name("pipeproof", "watch", "validation/core/observe/watching.py"),
         Name("pipeproof.whitebox", "Operation", "validation/whitebox/handed_back.py"),
-        Name("pipeproof.whitebox", "HandedBack", "validation/whitebox/handed_back.py"),
+        Name("pipeproof", "StepResult", "validation/whitebox/handed_back.py"),
         Name("pipeproof.whitebox", "FlatShard", "validation/whitebox/handed_back.py"),
         Name("pipeproof.whitebox.torch_pipelining", "step", "validation/whitebox/torch_pipelining.py"),
         Name("pipeproof", "megatron.imports", f"{ADAPTERS}/framework.py", own="imports"),
         *(
             Name("pipeproof", f"{one}.{name}", f"{ADAPTERS}/{one}.py", own=name)
             for one in FRAMEWORKS
-            for name in ("validate", "observed")
+            for name in ("validate", "observe")
         ),
         Name("pipeproof", "transformers.Stage", f"{ADAPTERS}/transformers_stage.py", own="Stage"),
     ),
@@ -79,7 +79,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
             methods=("gradients", "report", "wrap", "verdict"),
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
-        Name("pipeproof", "Composed", "validation/wings/composed/composed.py", own="AgainstItself"),
+        Name("pipeproof", "StageByStage", "validation/wings/composed/composed.py", own="AgainstItself"),
         *(
             Name("pipeproof", f"{one}.{name}", f"{ADAPTERS}/{JOBS.get(one, one)}.py", own=name)
             for one in FRAMEWORKS
@@ -107,7 +107,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "Case", "validation/own/case.py", methods=("parse",)),
         Name("pipeproof", "validate", "validation/own/validator.py"),
         Name("pipeproof", "PipelineSchedule", "pipeline/step.py", methods=SCHEDULE),
-        Name("pipeproof.pipeline", "StepResult", "pipeline/step.py"),
+        Name("pipeproof.pipeline", "ScheduleResult", "pipeline/step.py"),
         Name("pipeproof.pipeline", "build", "pipeline/schedules/__init__.py"),
         Name("pipeproof.pipeline", "check", "pipeline/laws.py"),
         Name("pipeproof.pipeline", "lower", "pipeline/program.py"),

@@ -1,4 +1,4 @@
-"""Pipeline schedules as values, and the runtime that executes them. Each name is loaded when first used."""
+"""Pipeline schedules as values, and their runtime. Names load on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeproof.pipeline.schedule import schedule_from_csv as schedule_from_csv
     from pipeproof.pipeline.schedules import build as build
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
-    from pipeproof.pipeline.step import StepResult as StepResult
+    from pipeproof.pipeline.step import ScheduleResult as ScheduleResult
     from pipeproof.pipeline.text_grid import grid as grid
     from pipeproof.pipeline.timeline import Timeline as Timeline
     from pipeproof.pipeline.timeline import Times as Times
@@ -32,7 +32,7 @@ _HOMES = {
     "program": ("Program", "lower", "program_from_csv", "read_csv"),
     "schedule": ("Schedule", "ScheduleError", "schedule_from_csv"),
     "schedules": ("build",),
-    "step": ("PipelineSchedule", "StepResult"),
+    "step": ("PipelineSchedule", "ScheduleResult"),
     "text_grid": ("grid",),
     "timeline": ("Timeline", "Times", "simulate"),
     "trace": ("Profile",),

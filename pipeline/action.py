@@ -1,4 +1,4 @@
-"""One thing that a rank does, written as torch writes it: ``2F0`` is stage 2, forward, microbatch 0."""
+"""An action of a rank, in torch's notation: ``2F0`` means stage 2, forward, microbatch 0."""
 
 import re
 from enum import StrEnum
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class ActionError(ValueError):
-    """Text that is not an action."""
+    """Text that spells no action."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built or breaks a law; the message lists everything found."""
+    """An impossible or unlawful schedule; the message lists everything found."""
 
 
 class Kind(StrEnum):
-    """What an action does. The value is its spelling in torch's format."""
+    """Kinds of actions. The value is their spelling in torch's format."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,10 +29,10 @@ class Kind(StrEnum):
 
 
 class ShardKind(StrEnum):
-    """What a rank does with a stage's parameters and gradients as a whole. The value is its spelling in torch's format.
+    """Kinds of actions on a stage's parameters and gradients as a whole. The value is their spelling in torch's format.
 
     UNSHARD gathers parameters that lie in shards, RESHARD leaves each rank its own again. REDUCE_GRAD sums gradients
-    over replicas; where torch 2.15 waits for that, it is WAIT_REDUCE_GRAD.
+    over replicas; torch 2.15 waits for it by WAIT_REDUCE_GRAD.
     """
 
     UNSHARD = "UNSHARD"
@@ -74,14 +74,14 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that ``text`` spells, in full: ``0F1junk`` is an error, not ``0F1``, and so is ``0F01``.
+        """Parse ``text`` as an action, in full: ``0F1junk`` is an error, not ``0F1``, and so is ``0F01``.
 
         ``str`` is its exact inverse. Raises ``ActionError``.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ActionError(
-                f"{_shown(text)} is not an action: expected stage, kind and microbatch, e.g. 2F0 or 1SEND_B3, "
+                f"{_show(text)} is not an action: expected stage, kind and microbatch, e.g. 2F0 or 1SEND_B3, "
                 f"with a kind out of {', '.join(kind.value for kind in Kind)}"
             )
         return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))
@@ -100,10 +100,10 @@ class ShardAction(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, rank: int, slot: int) -> "ShardAction | None":
-        """What ``text`` spells, such as ``2UNSHARD``; None where that is none."""
+        """Parse text like ``2UNSHARD``; None for anything else."""
         match = _OF_STAGE.fullmatch(text)
         return match and cls(rank, slot, int(match[1]), ShardKind(match[2]))
 
 
-def _shown(text: str) -> str:
+def _show(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")

@@ -1,4 +1,4 @@
-"""What crosses a stage boundary: the shapes of its tensors, and how they are told to the receiver.
+"""Tensors at a stage boundary: their shapes, and how the receiver learns them.
 
 Legend: S stages, M microbatches.
 """
@@ -20,11 +20,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class BoundaryError(ValueError):
-    """Something that cannot cross a stage boundary."""
+    """A value that cannot cross a stage boundary."""
 
 
 class TensorSpec(NamedTuple):
-    """All that a receiver must know to make room for a tensor, and whether it owes a gradient for it."""
+    """A receiver's information to make room for a tensor, and whether it owes a gradient for it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -53,7 +53,7 @@ Specs = tuple[TensorSpec, ...]
 
 
 def encode_specs(specs: Specs) -> Tensor:
-    """``specs`` as a byte tensor of fixed length, which the receiver can post before it knows anything."""
+    """Encode ``specs`` as a byte tensor of fixed length: the receiver can post it without knowing any shape."""
     rows = [[spec.shape, spec.stride, str(spec.dtype).removeprefix("torch."), spec.requires_grad] for spec in specs]
     text = json.dumps(rows, separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
@@ -65,7 +65,7 @@ def encode_specs(specs: Specs) -> Tensor:
 
 
 def decode_specs(header: Tensor) -> Specs:
-    """The inverse of ``encode_specs``."""
+    """Invert ``encode_specs``."""
     rows = json.loads(bytes(header.tolist()))
     return tuple(
         TensorSpec(tuple(shape), tuple(stride), getattr(torch, name), grad) for shape, stride, name, grad in rows
@@ -73,12 +73,12 @@ def decode_specs(header: Tensor) -> Specs:
 
 
 def signature(inputs: Tensors) -> Hashable:
-    """What the shapes of all boundaries follow from: two microbatches of one signature have equal boundaries."""
+    """A key for the shapes of all boundaries: microbatches with equal signatures have equal boundaries."""
     return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in inputs)
 
 
 def as_tensors(value: object, owner: str) -> Tensors:
-    """``value`` as a tuple of tensors; ``owner`` is named if it is neither a tensor nor a tuple of tensors."""
+    """Convert ``value`` to a tuple of tensors; errors name ``owner``."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, tuple | list) and value and all(isinstance(member, Tensor) for member in value):
@@ -90,7 +90,7 @@ def as_tensors(value: object, owner: str) -> Tensors:
 
 
 class _Place(NamedTuple):
-    """Where a member that travels lies in the buffer; positions in bytes."""
+    """A travelling member's place in the buffer, in bytes."""
 
     member: int
     spec: TensorSpec
@@ -100,7 +100,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the members of a boundary lie in the one byte buffer that is sent.
+    """Layout of a boundary's members in a single byte buffer.
 
     With ``presence`` a byte per travelling member follows at the end: a gradient may be missing for a microbatch that
     did not use the member, and zeros in its place would turn the None of the parameters behind it into zeros.
@@ -112,7 +112,7 @@ class Layout:
     presence: bool
 
     def pack(self, members: Gradients) -> Tensor:
-        """``members`` as one byte tensor; a single one that always travels is not copied."""
+        """Pack ``members`` into one byte tensor, without a copy for a single member that always travels."""
         device = next(iter([member.device for member in members if member is not None]), _HOST)
         pieces, marks, end = [], [], 0
         for number, spec, start, stop in self.places:
@@ -129,7 +129,7 @@ class Layout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unpack(self, buffer: Tensor) -> Gradients:
-        """The inverse of ``pack``: views into ``buffer``, None for a member that is missing or does not travel."""
+        """Invert ``pack``: views into ``buffer``, None for a member that is missing or does not travel."""
         members: list[Tensor | None] = [None] * len(self.specs)
         marks = buffer[-len(self.places) :].tolist() if self.presence else (True,) * len(self.places)
         for place, present in zip(self.places, marks, strict=True):
@@ -138,7 +138,7 @@ class Layout:
         return tuple(members)
 
     def leaves(self, buffer: Tensor) -> Tensors:
-        """``unpack`` of an activation: members that require a gradient where the sender's did."""
+        """Unpack an activation, with members requiring a gradient as on the sender."""
         return tuple([_member(buffer, place).requires_grad_(place.spec.requires_grad) for place in self.places])
 
 
@@ -150,7 +150,7 @@ def activations(specs: Specs) -> Layout:
 
 @lru_cache(maxsize=1024)
 def gradients(specs: Specs) -> Layout:
-    """The layout of the backward message that answers a forward one: the members that require a gradient."""
+    """The layout of the answering backward message: members that require a gradient."""
     owed = [spec.requires_grad for spec in specs]
     return _lay_out(specs, owed, presence=any(owed))
 
@@ -169,12 +169,12 @@ def _lay_out(specs: Specs, travels: list[bool], *, presence: bool) -> Layout:
 
 @lru_cache(maxsize=256)
 def _constant(content: bytes, device: torch.device) -> Tensor:
-    """``content`` as a tensor, to be copied from only."""
+    """Make ``content`` a tensor, for reading only."""
     return torch.tensor(list(content), dtype=torch.uint8, device=device)
 
 
 def _bytes_of(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """``tensor``'s elements in memory order, laid out as ``spec`` says; a copy only where its strides differ."""
+    """View ``tensor``'s elements in memory order by ``spec``; copy only for other strides."""
     tensor = tensor.resolve_conj().resolve_neg()
     if spec.stride == _row_major(spec.shape):
         return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a program keeps besides activations: from when to when each buffer lives, and how many live at once."""
+"""A program's buffers besides activations: the life of each, and how many live at once."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,10 @@ RECEIVED, SENT, WEIGHTS = "receive buffers", "send buffers", "weight-gradient in
 
 
 def buffer_peaks(program: Program) -> Mapping[str, tuple[Peak, ...]]:
-    """The most that each rank has of every kind at once, and where.
+    """The most buffers of every kind on each rank at once, and where.
 
-    A receive buffer lives from where the receive is posted to the end of what uses it; a send buffer from where it is
-    sent to its wait, or to the end of the step where there is none; a weight-gradient input from I to W.
+    A receive buffer lives from its post to the end of its use; a send buffer from the send to its wait, or to the end
+    of the step without one; a weight-gradient input from I to W.
     """
     columns, messages = program.columns, Messages.of(program)
     users = consumers(program, messages)
@@ -35,7 +35,7 @@ def buffer_peaks(program: Program) -> Mapping[str, tuple[Peak, ...]]:
 
 
 def _split(columns: Columns) -> tuple[Ints, Ints]:
-    """Every I with its W, for those that have one."""
+    """Pair every I with a W, if present."""
     sides = []
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         entries = np.flatnonzero(columns.is_kind(kind))
@@ -47,7 +47,7 @@ def _split(columns: Columns) -> tuple[Ints, Ints]:
 
 
 def _most(columns: Columns, born: Ints, last: Ints) -> tuple[Peak, ...]:
-    """The peak per rank of how many live, each from entry ``born`` to entry ``last``, both included."""
+    """Peaks per rank of living buffers, each from entry ``born`` to entry ``last``, both included."""
     change = np.bincount(born, minlength=len(columns) + 1) - np.bincount(last + 1, minlength=len(columns) + 1)
     alive = np.cumsum(change)
     found = []

@@ -18,7 +18,7 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True)
 class Cells:
-    """What a file says: every row's actions, and the (rank, slot) of forwards that overlap with what follows."""
+    """A file's content: actions by row, and (rank, slot) for forwards that overlap with the next action."""
 
     rows: tuple[tuple[Action, ...], ...]
     overlaps: tuple[tuple[int, int], ...]
@@ -26,7 +26,7 @@ class Cells:
 
 
 def read_cells(text: str) -> Cells:
-    """Strict: every cell in full or not at all. Raises ``ScheduleError`` that names row and column."""
+    """Read every cell in full, or fail. Raises ``ScheduleError`` with row and column."""
     try:
         lines = list(csv.reader(io.StringIO(text.rstrip())))
     except csv.Error as error:
@@ -37,7 +37,7 @@ def read_cells(text: str) -> Cells:
 
 
 def cells_of(lines: Sequence[Sequence[str]]) -> Cells:
-    """What the cells of every rank's line say. Raises ``ScheduleError`` that names row and column."""
+    """Parse the cells of every rank's line. Raises ``ScheduleError`` with row and column."""
     rows, overlaps, shard_actions = [], list[tuple[int, int]](), list[ShardAction]()
     for rank, line in enumerate(lines):
         row: list[Action] = []
@@ -61,7 +61,7 @@ def cells_of(lines: Sequence[Sequence[str]]) -> Cells:
 
 
 def _actions(cell: str) -> list[Action]:
-    """The actions of a cell: one, two that overlap, or none."""
+    """Parse a cell: one action, two that overlap, or none."""
     if not cell:
         return []
     pair = _PAIR.fullmatch(cell)
@@ -74,7 +74,7 @@ def _actions(cell: str) -> list[Action]:
 
 
 def write_cells(cells: Cells) -> str:
-    """``cells`` as comma-separated text, one line per row; ``read_cells`` is its inverse."""
+    """Write ``cells`` as comma-separated text, one line per row; ``read_cells`` inverts it."""
     first = frozenset(cells.overlaps)
     beside: dict[tuple[int, int], list[str]] = {}
     for one in cells.shard_actions:

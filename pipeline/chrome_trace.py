@@ -1,4 +1,4 @@
-"""Traces in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Traces in Chrome's trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format is described in "Trace Event Format" by N. Duca and D. Sinclair (2016). A trace is a process in it and a rank
 a thread; an action is a complete event ("X"), and so is the wait at its beginning. A message is a flow: an arrow from
@@ -39,9 +39,9 @@ _US_PER_SECOND, _US_PER_UNIT = 1e6, 1e3
 
 
 def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, object]:
-    """``traces``, by the names that they get, as one JSON object. A simulation's unit of time becomes 1 ms.
+    """Convert ``traces``, by name, to one JSON object. A simulation's unit of time becomes 1 ms.
 
-    Names come first, and then everything in the order of time; at one time, slices before the arrows that they hold.
+    Names come first, and then everything in time order; at one time, slices precede their arrows.
     """
     messages = count()  # an arrow's number is its own throughout the file
     processes = [_Process(number, trace) for number, trace in enumerate(traces.values())]
@@ -53,7 +53,7 @@ def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, object]:
 
 
 class _Process:
-    """The events of one trace."""
+    """A trace's events."""
 
     def __init__(self, number: int, trace: Trace) -> None:
         self._number = number
@@ -73,7 +73,7 @@ class _Process:
             yield from self._work(span)
 
     def arrows(self, numbers: Iterator[int]) -> Iterator[Event]:
-        """From the send's slice, or its maker's where sending takes no time, to the slice of what uses the message."""
+        """Draw arrows from the send's slice, or its maker's if sending takes no time, to the consumer's slice."""
         spans = self._trace.by_action
         for delivery in deliveries(self._trace.schedule):
             sent = spans.get(delivery.send)

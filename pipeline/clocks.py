@@ -1,4 +1,4 @@
-"""The clocks of several machines. Processes of one machine share its monotonic clock; machines do not."""
+"""Clocks on several machines. Processes on one machine share its monotonic clock; machines do not."""
 
 import platform
 import time
@@ -10,7 +10,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux: one for each start of 
 
 
 def now() -> float:
-    """``perf_counter``, in seconds, as the module has it now: ranks of a simulated world go by clocks of their own."""
+    """Read ``perf_counter``, in seconds, through its module: ranks of a simulated world replace it."""
     return time.perf_counter()
 
 
@@ -21,9 +21,9 @@ def reading() -> tuple[float, float]:
 
 
 def shifts(readings: Sequence[tuple[float, float]]) -> list[float]:
-    """What to add to every rank's clock to make it rank 0's, from ``reading()`` at one moment on every rank.
+    """Offsets from every rank's clock to rank 0's, by ``reading()`` at one moment on every rank.
 
-    All ranks of a machine get the same, that of its first rank: their clocks are one.
+    All ranks of a machine share its first rank's offset: their clock is the same.
     """
     first: dict[float, float] = {}
     for machine, now in readings:

@@ -1,4 +1,4 @@
-"""Rows of actions as arrays, one entry per action, row after row: what laws and the simulator compute with."""
+"""Rows of actions as arrays, with an entry per action, row after row: for laws and the simulator."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -35,7 +35,7 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Action]]) -> "Columns":
-        """The columns of ``rows``; ``rows()`` is the inverse."""
+        """Build columns from ``rows``; ``rows()`` inverts it."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         count = int(lengths.sum())
 
@@ -51,33 +51,33 @@ class Columns:
         )
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """Every row as actions."""
+        """Convert every row to actions."""
         return tuple(tuple(self._actions(start, end)) for start, end in self.spans())
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """The first entry of each row, and the one after its last."""
+        """First and end entry of each row."""
         bounds = self.bounds.tolist()
         return pairwise(bounds)
 
     def take(self, order: NDArray[Any]) -> "Columns":
-        """The entries ``order`` (indices or a mask), which must be in the order of their ranks."""
+        """Select entries ``order`` (indices or a mask), sorted by rank."""
         rank = self.rank[order]
         bounds = np.searchsorted(rank, np.arange(len(self.bounds)))
         return Columns(rank, self.stage[order], self.kind[order], self.microbatch[order], bounds)
 
     def is_kind(self, *kinds: Kind) -> Mask:
-        """Where the action is one of ``kinds``."""
+        """Mask actions by kind."""
         wanted = np.zeros(len(KINDS), dtype=bool)
         wanted[[CODE[kind] for kind in kinds]] = True
         found: Mask = wanted[self.kind]
         return found
 
     def action(self, entry: int) -> Action:
-        """Entry ``entry`` as an action."""
+        """Convert entry ``entry`` to an action."""
         return next(self._actions(entry, entry + 1))
 
     def cell(self, entry: int) -> tuple[int, int]:
-        """The rank and the slot of entry ``entry``."""
+        """Rank and slot of entry ``entry``."""
         rank = int(self.rank[entry])
         return rank, entry - int(self.bounds[rank])
 

@@ -1,4 +1,4 @@
-"""What actions and messages cost, measured, and what the simulator predicts with that."""
+"""Measured costs of actions and messages, and the simulator's prediction from them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,23 +18,23 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of work by stage and kind of action, messages too, and of a message's way by (sender, receiver).
+    """Seconds of work by stage and kind, messages too, and of a message's way by (sender, receiver).
 
-    A message's way is from the end of its send to the moment at which its user has it.
+    A way lasts from the end of the send to the moment its user has the message.
     """
 
     work: Mapping[tuple[int, Kind], float]
     latency: Mapping[tuple[int, int], float]
 
     def of(self, action: Action | None) -> float:
-        """The work of ``action``; 0 for none, and for what was never seen."""
+        """Look up the action's work; 0 for None, and for unobserved actions."""
         return self.work.get((action.stage, action.kind), 0.0) if action is not None else 0.0
 
 
 def costs_of(traces: Sequence[Trace]) -> Costs:
-    """The medians over all microbatches of ``traces``, measured steps of one schedule.
+    """Medians over all microbatches in ``traces``, measured steps of one schedule.
 
-    Of ways, those tell that somebody waited for from before the send; between ranks that have none, it is the shortest.
+    Only messages awaited since before their send count as ways; between ranks without any, the shortest way counts.
     """
     work: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     waited: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -51,7 +51,7 @@ def costs_of(traces: Sequence[Trace]) -> Costs:
 
 
 def predict(schedule: Schedule, costs: Costs) -> Trace:
-    """``schedule`` simulated with ``costs``: an action takes what its receive, its own work and its send take."""
+    """Simulate ``schedule`` with ``costs``: an action takes its receive, its own work and its send."""
     receives = {delivery.user: delivery.receive for delivery in deliveries(schedule)}
     sends = {delivery.maker: delivery.send for delivery in deliveries(schedule)}
 
@@ -71,7 +71,7 @@ def predict(schedule: Schedule, costs: Costs) -> Trace:
 
 
 def trace_of(timeline: Timeline) -> Trace:
-    """A simulation with free messages as a trace, in the units of its durations."""
+    """Convert a simulation with free messages to a trace, in its own units."""
     times = zip(timeline.schedule.ranks, timeline.starts, timeline.ends, strict=True)
     spans = (tuple(map(Span, [rank] * len(row[0]), *row)) for rank, row in enumerate(times))
     return Trace(timeline.schedule, tuple(spans), in_seconds=False)

@@ -1,4 +1,4 @@
-"""Which action needs which: the edges between stages."""
+"""Dependencies between actions: edges between stages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from pipeproof.pipeline.schedule import ScheduleError
 
 
 class Product(NamedTuple):
-    """What an action leaves for a neighbouring stage: ``stage``'s output (F) or input gradient (I), per microbatch."""
+    """An action's product for a neighbouring stage: ``stage``'s output (F) or input gradient (I), per microbatch."""
 
     stage: int
     kind: Kind
@@ -24,7 +24,7 @@ class Product(NamedTuple):
 
 
 def product_of(action: Action) -> Product | None:
-    """What ``action`` makes that another stage may need; None for a weight-gradient backward and for messages."""
+    """Return the product of ``action`` for other stages; None for a weight-gradient backward and for messages."""
     if action.kind is Kind.FORWARD:
         return Product(action.stage, Kind.FORWARD, action.microbatch)
     if action.kind in GIVES_INPUT_GRADIENT:
@@ -33,7 +33,7 @@ def product_of(action: Action) -> Product | None:
 
 
 def need_of(action: Action, n_stages: int) -> Product | None:
-    """What ``action`` needs from a neighbouring stage; None where the stage can start by itself.
+    """Return the product that ``action`` needs from a neighbouring stage; None if the stage can start alone.
 
     A forward needs the previous stage's output. A backward (full, or with respect to the input) needs the next
     stage's input gradient; on the last stage it starts from the stage's own loss.
@@ -46,16 +46,16 @@ def need_of(action: Action, n_stages: int) -> Product | None:
     return None
 
 
-NONE, NEVER = -1, -2  # an entry that needs nothing, and one that needs what nobody makes
+NONE, NEVER = -1, -2  # an entry without needs, and one with a need that no entry makes
 
 
 def suppliers(columns: Columns, n_stages: int) -> Ints:
-    """For every entry, the entry that makes what it needs (``need_of``, for all at once), or ``NONE`` or ``NEVER``.
+    """For every entry, the entry that makes its need (``need_of``, for all at once), or ``NONE`` or ``NEVER``.
 
-    Where several make the same, which no lawful schedule has, it is the first.
+    The first of several makers counts, though no lawful schedule has two.
     """
     stage = columns.stage.astype(np.int64)
-    microbatch, width = _numbered(columns.microbatch)
+    microbatch, width = _number(columns.microbatch)
     forward, backward = columns.is_kind(Kind.FORWARD), columns.is_kind(*GIVES_INPUT_GRADIENT)
     source = stage + np.where(forward, -1, 1)
     needs = (forward & (stage > 0)) | (backward & (stage < n_stages - 1))
@@ -73,29 +73,29 @@ def suppliers(columns: Columns, n_stages: int) -> Ints:
     return supplier
 
 
-def _numbered(microbatch: Ints) -> tuple[Ints, int]:
-    """Microbatches as numbers below a bound of the order of their count, equal where they were equal."""
+def _number(microbatch: Ints) -> tuple[Ints, int]:
+    """Renumber microbatches below a bound near their count, keeping equality."""
     if len(microbatch) and (microbatch.min() < 0 or microbatch.max() >= len(microbatch)):
         _, microbatch = np.unique(microbatch, return_inverse=True)
     return microbatch.astype(np.int64), int(microbatch.max(initial=-1)) + 1
 
 
 def flow(columns: Columns, supplier: Ints, *, node: Ints | None = None) -> Graph:
-    """A rank's actions in order, and each after what it needs: the graph whose cycles are contradictions.
+    """Build the graph of a rank's order and of needs: cycles are contradictions.
 
-    ``node`` names the node that each entry is part of, for entries that run as one (default: each its own).
+    ``node``: each entry's node, for entries that run as one (default: each its own).
     """
     node = np.arange(len(columns)) if node is None else node
     in_row = np.flatnonzero(columns.rank[:-1] == columns.rank[1:])
     in_row = in_row[node[in_row] != node[in_row + 1]]
     across = np.flatnonzero(supplier >= 0)
-    lost = np.flatnonzero(supplier == NEVER)  # waits for itself, so that it never comes, nor what is behind it
+    lost = np.flatnonzero(supplier == NEVER)  # waits for itself, so that neither it nor its successors ever come
     before, after = np.concatenate([in_row, supplier[across], lost]), np.concatenate([in_row + 1, across, lost])
     return Graph(len(columns), node[before], node[after])
 
 
 class Stuck(ScheduleError):
-    """No rank can go on: ``waits`` holds, per stuck rank, its next action and what that action needs."""
+    """No rank can go on: ``waits`` holds, per stuck rank, its next action and that action's need."""
 
     def __init__(self, waits: Sequence[tuple[int, Action, Product]]) -> None:
         lines = (f"rank {rank} waits at {action} for {need}" for rank, action, need in waits)
@@ -104,7 +104,7 @@ class Stuck(ScheduleError):
 
 
 def stuck(columns: Columns, supplier: Ints, n_stages: int, reached: Mask) -> Stuck:
-    """Where each rank stands once only the ``reached`` entries can run."""
+    """Locate each rank's halt, given the ``reached`` entries."""
     left = np.flatnonzero(~reached)
     needed = supplier[left]
     lacks = left[(needed == NEVER) | ((needed >= 0) & ~reached[np.maximum(needed, 0)])]

@@ -1,4 +1,4 @@
-"""Whether a program deadlocks under each transport: a cycle of what waits for what, by the rules of ``transports``."""
+"""Deadlocks of a program under each transport: cycles of waits, by the rules in ``transports``."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ Edges = tuple[Ints, Ints]  # before, after
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A shortest cycle of waits: entries of the program, each waiting for the next, the last for the first."""
+    """A shortest cycle of waits: program entries, each waiting for the next, the last for the first."""
 
     transport: Transport
     entries: tuple[int, ...]
@@ -26,16 +26,16 @@ class Deadlock:
 
 
 def deadlocks(program: Program, *, room: int = 0) -> Mapping[Transport, Deadlock | None]:
-    """A shortest cycle of waits under every model, or None where there is none. Linear, bar the search for cycles.
+    """Find a shortest cycle of waits under every model, or None. Linear, bar the search for cycles.
 
-    room: how many messages from one rank to another are kept, where they keep their order.
+    room: how many messages from one rank to another fit, in order.
     """
     messages = Messages.of(program)
-    named, in_order = messages.matched_by_name(), messages.matched_in_order()
+    named, in_order = messages.match_by_name(), messages.match_in_order()
     alike = all(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(named, in_order, strict=True))
     alike = alike and np.array_equal(messages.key[in_order[0]], messages.key[in_order[1]])
     found: dict[Transport, Deadlock | None] = {}
-    free = False  # what one model allows, the next ones do
+    free = False  # a program free under one model is free under the next ones
     for transport in Transport:
         by_name = RULES[transport].by_name
         if not (free and (alike or not by_name)):
@@ -48,15 +48,15 @@ def deadlocks(program: Program, *, room: int = 0) -> Mapping[Transport, Deadlock
 
 
 def least_room(program: Program, transport: Transport) -> int | None:
-    """With room for how many messages at least a program that deadlocks does not; None where no room helps.
+    """The least room for messages that frees a program from deadlock; None if no room does.
 
-    Linear, times the logarithm of how many there are.
+    Linear, times the logarithm of the number of messages.
     """
     messages = Messages.of(program)
-    matched, most = messages.matched_in_order(), len(messages.sends)
+    matched, most = messages.match_in_order(), len(messages.sends)
 
     def ends(room: int) -> bool:
-        return bool(_waits(program, messages, matched, transport, room=room).reached().all())
+        return bool(_waits(program, messages, matched, transport, room=room).reach().all())
 
     if RULES[transport].by_name or not ends(most):
         return None
@@ -64,7 +64,7 @@ def least_room(program: Program, transport: Transport) -> int | None:
 
 
 def _in_order(program: Program, messages: Messages) -> bool:
-    """Whether every receive comes before its use: else a program's order says nothing of what waits for what."""
+    """True if every receive precedes its use: else the order shows no waits."""
     return bool((messages.receives < consumers(program, messages)).all())
 
 
@@ -74,17 +74,17 @@ def _deadlock(
     columns = program.columns
     sends, receives = matched
     graph = _waits(program, messages, matched, transport, room=room)
-    reached = graph.reached()
+    reached = graph.reach()
     if reached.all():
         return None
     cycle = graph.shortest_cycle(~reached)
     ways = {int(send): (int(columns.rank[send]), int(messages.peer[send])) for send in sends}
     ways |= {int(end): (int(messages.peer[end]), int(columns.rank[end])) for end in receives}
-    return Deadlock(transport, tuple(cycle[::-1]), _told(columns, cycle[::-1], ways))
+    return Deadlock(transport, tuple(cycle[::-1]), _describe_cycle(columns, cycle[::-1], ways))
 
 
 def _waits(program: Program, messages: Messages, matched: Edges, transport: Transport, *, room: int) -> Graph:
-    """Which entry comes before which."""
+    """Build the graph of precedence between entries."""
     columns = program.columns
     sends, receives = matched
     node = _nodes(program)
@@ -94,14 +94,14 @@ def _waits(program: Program, messages: Messages, matched: Edges, transport: Tran
     rules = RULES[transport]
     if not rules.blocking:
         parts = [*_host(program, messages, rules), *_queues(messages, rules.queue)]
-    parts += _kept(messages, matched, room) if room else []
+    parts += _message_edges(messages, matched, room) if room else []
     before, after = (np.concatenate(side) for side in zip(*parts, strict=True))
     before, after = node[before], node[after]
     return Graph(len(columns), before[before != after], after[before != after])
 
 
 def _nodes(program: Program) -> Ints:
-    """Every entry's node: its own, or for the second of two actions that overlap the first one's."""
+    """Every entry's node: its own, or for the second of two overlapping actions the first's."""
     node = np.arange(len(program.columns))
     computes = np.flatnonzero(program.columns.is_kind(*COMPUTE))
     if len(computes) == len(program.schedule.nodes):
@@ -110,14 +110,14 @@ def _nodes(program: Program) -> Ints:
 
 
 def _in_row(columns: Columns, among: Mask) -> Edges:
-    """Each of ``among`` before the next one of its rank."""
+    """Each entry ``among`` before its rank's next."""
     entries = np.flatnonzero(among)
     together = columns.rank[entries[:-1]] == columns.rank[entries[1:]]
     return entries[:-1][together], entries[1:][together]
 
 
 def _host(program: Program, messages: Messages, rules: Rules) -> Iterator[Edges]:
-    """What holds under every model but strict: computing in order, messages after it, what uses them after those."""
+    """Edges in every model but strict: computation in order, messages after it, consumers after those."""
     columns = program.columns
     hosted = columns.is_kind(*COMPUTE, *WAITS)
     yield _in_row(columns, hosted)
@@ -134,16 +134,16 @@ def _host(program: Program, messages: Messages, rules: Rules) -> Iterator[Edges]
     yield sent[sent >= 0], waits[sent >= 0]
 
 
-def _kept(messages: Messages, matched: Edges, room: int) -> list[Edges]:
-    """Each send before its receive, and each receive of a channel before the send that its message leaves room for."""
-    sends, receives = matched  # those of a channel one after the other, in order
+def _message_edges(messages: Messages, matched: Edges, room: int) -> list[Edges]:
+    """Each send before its receive, and each receive before the send that its message makes room for."""
+    sends, receives = matched  # channel by channel, in order
     rank, peer = messages.columns.rank[sends], messages.peer[sends]
     together = (rank[room:] == rank[:-room]) & (peer[room:] == peer[:-room])
     return [(sends, receives), (receives[:-room][together], sends[room:][together])]
 
 
 def _queues(messages: Messages, queue: Queue) -> Iterator[Edges]:
-    """Each message end before the next one of the queue that its rank puts it in."""
+    """Each message end before the next in its rank's queue."""
     columns = messages.columns
     ends = np.sort(np.concatenate([messages.sends, messages.receives]))
     ways = np.zeros(len(ends)), messages.peer[ends], columns.is_kind(*SENDS)[ends]
@@ -157,7 +157,7 @@ def _queues(messages: Messages, queue: Queue) -> Iterator[Edges]:
     yield ends[order][:-1][same], ends[order][1:][same]
 
 
-def _told(columns: Columns, cycle: list[int], ways: Mapping[int, tuple[int, int]]) -> str:
+def _describe_cycle(columns: Columns, cycle: list[int], ways: Mapping[int, tuple[int, int]]) -> str:
     """``rank 1 waits at 1F0 for 0SEND_F0 from rank 0 to rank 1, which waits for ...``."""
     computing = [k for k, entry in enumerate(cycle) if entry not in ways]
     start = computing[0] if computing else 0

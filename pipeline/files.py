@@ -1,4 +1,4 @@
-"""Files, read whole or refused in a sentence that names the file: schedules and programs in torch's CSV, and JSON."""
+"""Read files whole, or refuse them in a sentence with the file's name: torch's CSV, and JSON."""
 
 import io
 import json
@@ -13,12 +13,12 @@ _MOST_BYTES = 1 << 29  # some forty million actions
 
 
 def is_csv(name: str | Path) -> bool:
-    """Whether ``name`` means a file, not a family."""
+    """True if ``name`` means a file, not a family."""
     return Path(name).suffix.lower() == ".csv"
 
 
 def cannot_read(path: object, error: Exception) -> str:
-    """The sentence on a file that cannot be read, with the cure where the system's own words have none."""
+    """A sentence for an unreadable file, with a cure if the system's own words lack one."""
     if isinstance(error, FileNotFoundError):
         return f"no such file: {path}"
     why = getattr(error, "strerror", None)
@@ -26,17 +26,17 @@ def cannot_read(path: object, error: Exception) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file, to read its bytes. Raises ``OSError`` for what is none: reading a pipe or a device may never end."""
+    """Open a file, to read its bytes. Raises ``OSError`` for a pipe or a device: reading may never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is no regular file")
     return path.open("rb")
 
 
 def read_file(path: str | Path) -> Schedule | Program:
-    """What the file says: a program where it holds any message, else a schedule. Laws are not checked here.
+    """Read a program if the file holds any message, else a schedule. Laws are not checked here.
 
-    ``-`` is standard input. UTF-8, with or without a byte order mark; any line ends. Raises ``ScheduleError`` that
-    names the file.
+    ``-`` is standard input. UTF-8, with or without a byte order mark; any line ends. Raises ``ScheduleError`` with the
+    file's name.
     """
     source = "standard input" if path == "-" else path
     if path == "":
@@ -49,7 +49,7 @@ def read_file(path: str | Path) -> Schedule | Program:
 
 
 def read_json(path: str | Path, *, expected: str, once: bool = True) -> dict[str, Any]:
-    """The object in a JSON file, each key said ``once``. Raises ``ScheduleError`` that says what is ``expected``."""
+    """Read the object in a JSON file, each key ``once``. Raises ``ScheduleError`` with the ``expected`` content."""
     if path == "":
         raise ScheduleError(f"cannot read a file whose name is empty: expected {expected}")
     try:
@@ -84,7 +84,7 @@ def _text(source: str | Path, path: Path) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    """All of a regular file or, for ``-``, of standard input, unless it is more than a schedule can need."""
+    """Read a regular file or, for ``-``, standard input, up to the most that a schedule can need."""
     if path == Path("-"):
         if sys.stdin is None:
             raise OSError("it is closed")

@@ -1,7 +1,7 @@
-"""Giving every rank every rank's numbers, over the same messages as everything else.
+"""Give every rank every rank's numbers, over ordinary messages.
 
-Not a collective: gloo's run on threads of their own, which abort the interpreter (seen with torch 2.13) when the group
-is destroyed right after one, and a transport needs nothing beyond sending and receiving this way.
+Not a collective: gloo's run on threads of their own, which abort the interpreter (observed with torch 2.13) when the
+group is destroyed right after one, and a transport needs nothing beyond sending and receiving this way.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _VALUES_TAG = 2**31 - 1
 
 
 def gather(transport: Transport, values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values`` (fp64, any count), by rank. Every rank must call it; rank 0 collects and hands out."""
+    """Gather every rank's ``values`` (fp64, any count), by rank. Every rank must call it; rank 0 collects."""
     if transport.rank != 0:
         _send(transport, 0, values)
         transport.flush()
@@ -36,11 +36,11 @@ def _send(transport: Transport, peer: int, values: Sequence[float]) -> None:
 
 
 def _receive(transport: Transport, peer: int) -> list[float]:
-    (count,) = _received(transport, Message("count of numbers shared", peer, _COUNT_TAG), 1)
-    return _received(transport, Message("numbers shared", peer, _VALUES_TAG), int(count)) if count else []
+    (count,) = _receive_losses(transport, Message("count of numbers shared", peer, _COUNT_TAG), 1)
+    return _receive_losses(transport, Message("numbers shared", peer, _VALUES_TAG), int(count)) if count else []
 
 
-def _received(transport: Transport, message: Message, count: int) -> list[float]:
+def _receive_losses(transport: Transport, message: Message, count: int) -> list[float]:
     transport.post(message, count * torch.float64.itemsize)
     numbers: list[float] = transport.receive(message).cpu().view(torch.float64).tolist()
     return numbers
@@ -51,7 +51,7 @@ def _bytes(values: Sequence[float]) -> Tensor:
 
 
 def _split(flat: Sequence[float]) -> list[list[float]]:
-    """Rows out of count, values, count, values, ..."""
+    """Split count, values, count, values, ... into rows."""
     rows, start = [], 0
     while start < len(flat):
         end = start + 1 + int(flat[start])

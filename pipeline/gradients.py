@@ -1,4 +1,4 @@
-"""What happens to a rank's gradients after the last backward: tied copies are summed, the norm taken, clipping done."""
+"""A rank's gradients after the last backward: sum over tied copies, norm, clipping."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ Tied = Mapping[int, str]  # one logical parameter: the name of its copy in each 
 
 
 class TiedError(ValueError):
-    """A declaration of tied parameters that the stages do not bear out."""
+    """A declaration about tied parameters that contradicts the stages."""
 
 
 @runtime_checkable
 class InShards(Protocol):
-    """A DTensor, which takes seconds to import where nobody uses one."""
+    """A DTensor: importing its class takes seconds."""
 
     @property
     def device_mesh(self) -> object: ...
@@ -33,14 +33,14 @@ class InShards(Protocol):
 
 
 class GradientWork(Protocol):
-    """What the step needs done between the last backward and the optimizer. A wrapper observes or damages it."""
+    """Work on gradients between the last backward and the optimizer. A wrapper observes or damages it."""
 
     def reduce_tied(self) -> None:
         """Give every copy of a tied parameter the sum of all copies' gradients."""
         ...
 
     def squares(self) -> list[float]:
-        """The sum of squares of each logical parameter's gradient that this rank answers for, fp64."""
+        """Squared gradient norms by logical parameter that this rank answers for, fp64."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -49,7 +49,7 @@ class GradientWork(Protocol):
 
 
 class StageGradients:
-    """The gradients of this rank's stages.
+    """Gradients on this rank.
 
     ``tied`` lists logical parameters that several stages hold copies of, e.g. ``{0: "embed.weight", 3:
     "head.weight"}``. Copies' gradients are added in the order of stages, on every rank alike, so all copies get the
@@ -88,17 +88,17 @@ class StageGradients:
                 parameter.grad.mul_(factor)
 
     def _logical(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, without the copies that another stage answers for, each tensor once."""
+        """This rank's parameters, without copies that another stage answers for, each tensor once."""
         copies = {(stage, name) for tied in self._tied for stage, name in list(tied.items())[1:]}
-        seen: set[nn.Parameter] = set()
+        visited: set[nn.Parameter] = set()
         for stage, module in self._modules.items():
             for name, parameter in module.named_parameters():
-                if (stage, name) not in copies and parameter not in seen:
-                    seen.add(parameter)
+                if (stage, name) not in copies and parameter not in visited:
+                    visited.add(parameter)
                     yield parameter
 
     def _reduce(self, number: int, copies: Tied) -> None:
-        """Every two ranks with copies exchange their shares; then each adds all, in the order of stages."""
+        """Exchange shares between every two ranks with copies; then each adds all, in stage order."""
         here = {stage: self._parameter(stage, name) for stage, name in copies.items() if stage in self._modules}
         spec = _spec(next(iter(here.values())))
         shares = {stage: None if p.grad is None else p.grad.contiguous().clone() for stage, p in here.items()}
@@ -132,11 +132,11 @@ class StageGradients:
         for stage in stages:
             message = self._message(number, stage, self._placement[stage])
             if (number, message.peer) not in self._agreed:
-                self._compare(number, stage, spec, decode_specs(self._received(message, HEADER_BYTES))[0])
-            (shares[stage],) = gradients((spec,)).unpack(self._received(message, gradients((spec,)).nbytes))
+                self._compare(number, stage, spec, decode_specs(self._receive_sum(message, HEADER_BYTES))[0])
+            (shares[stage],) = gradients((spec,)).unpack(self._receive_sum(message, gradients((spec,)).nbytes))
         return shares
 
-    def _received(self, message: Message, nbytes: int) -> Tensor:
+    def _receive_sum(self, message: Message, nbytes: int) -> Tensor:
         self._transport.post(message, nbytes)
         return self._transport.receive(message)
 
@@ -174,12 +174,12 @@ class StageGradients:
 
 
 def norm_of(squares: Sequence[float]) -> float:
-    """The 2-norm from sums of squares; exactly rounded addition makes it independent of how stages are split."""
+    """The 2-norm from sums of squares; exactly rounded addition makes it independent of the split into stages."""
     return math.sqrt(math.fsum(squares))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` forms it.
+    """The factor that limits a gradient norm to ``max_norm``, as in ``clip_grad_norm_``.
 
     A norm that is not a number gives a factor that is none: silence would let unclipped gradients through.
     """
@@ -188,7 +188,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def _whole(norms: Sequence[Tensor]) -> list[Tensor]:
-    """``norms``, each over all shards of its tensor: those on one mesh are summed up together."""
+    """``norms`` over all shards of each tensor: one sum for each mesh."""
     by_mesh: dict[object, list[int]] = {}
     for k, norm in enumerate(norms):
         by_mesh.setdefault(norm.device_mesh if isinstance(norm, InShards) else None, []).append(k)
@@ -204,7 +204,7 @@ def _real(gradient: Tensor) -> Tensor:
 
 
 def _spec(parameter: nn.Parameter) -> TensorSpec:
-    """What copies must agree on. Gradients travel in row-major order, however a copy lies in memory."""
+    """The common spec of copies. Gradients travel in row-major order, whatever a copy's strides."""
     plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return TensorSpec.of(plain.requires_grad_(parameter.requires_grad))
 

@@ -1,6 +1,6 @@
-"""What comes before what: order, longest paths and shortest cycles of large directed graphs, layer by layer.
+"""Precedence in large directed graphs: order, longest paths and shortest cycles, layer by layer.
 
-A layer is every node whose predecessors are all done, so a walk takes as many array operations as the longest path has
+A layer has every node whose predecessors are all done, so a walk takes as many array operations as the longest path has
 nodes, and work linear in nodes and edges (Kahn, Topological sorting of large networks, 1962).
 """
 
@@ -20,7 +20,7 @@ _MOST_STEPS = 2_000_000
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Nodes 0..size-1, and edges: ``before[e]`` comes before ``after[e]``. Edges may repeat."""
+    """Nodes 0..size-1, and edges: ``before[e]`` precedes ``after[e]``. Edges may repeat."""
 
     size: int
     before: NDArray[Any]
@@ -28,15 +28,15 @@ class Graph:
 
     @cached_property
     def _leaving(self) -> tuple[Ints, Ints]:
-        """Edges in the order of where they start, and the first of each node's."""
+        """Edges sorted by start, and each node's first."""
         counts = np.bincount(self.before, minlength=self.size)
         return np.argsort(self.before, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
     def layers(self) -> Iterator[tuple[Ints, Ints]]:
-        """Each layer of nodes with the edges that leave it; nodes on a cycle or behind one never come."""
+        """Each layer of nodes with its leaving edges; nodes on or behind a cycle never come."""
         edges, first = self._leaving
         waits_for = np.bincount(self.after, minlength=self.size)
-        place = np.empty(self.size, dtype=np.int64)  # of a node among those that became free with it
+        place = np.empty(self.size, dtype=np.int64)  # a node's number among all freed with it
         layer = np.flatnonzero(waits_for == 0)
         while len(layer):
             leaving = edges[_ranges(first[layer], first[layer + 1])]
@@ -47,28 +47,28 @@ class Graph:
             place[free] = places = np.arange(len(free))
             layer = free[place[free] == places]  # each once
 
-    def reached(self) -> Mask:
-        """Which nodes come in some layer: all of them where there is no cycle."""
-        seen = np.zeros(self.size, dtype=bool)
+    def reach(self) -> Mask:
+        """Mask the nodes in some layer: all, without a cycle."""
+        observed = np.zeros(self.size, dtype=bool)
         for layer, _ in self.layers():
-            seen[layer] = True
-        return seen
+            observed[layer] = True
+        return observed
 
     def starts(self, durations: Floats, delays: Floats) -> tuple[Floats, Mask]:
-        """The earliest start of every node, and which nodes can start at all.
+        """The earliest start of every node, and the nodes that can start at all.
 
         A node takes ``durations[node]``, and ``delays[edge]`` passes between the two ends of an edge.
         """
         starts = np.zeros(self.size)
-        seen = np.zeros(self.size, dtype=bool)
+        observed = np.zeros(self.size, dtype=bool)
         for layer, leaving in self.layers():
-            seen[layer] = True
+            observed[layer] = True
             source = self.before[leaving]
             np.maximum.at(starts, self.after[leaving], starts[source] + durations[source] + delays[leaving])
-        return starts, seen
+        return starts, observed
 
     def critical_path(self, starts: Floats, durations: Floats, delays: Floats) -> list[int]:
-        """Nodes without slack in between, up to the one that ends last, for ``starts`` as computed above."""
+        """Nodes without slack in between, up to the last to end, for ``starts`` from above."""
         if not self.size:
             return []
         arrives = starts[self.before] + durations[self.before] + delays
@@ -81,10 +81,10 @@ class Graph:
         return path[::-1]
 
     def shortest_cycle(self, within: Mask) -> list[int]:
-        """A cycle of fewest nodes among those of ``within``, from its smallest node on; [] where there is none.
+        """A cycle with fewest nodes ``within`` a mask, from its smallest node on; [] without one.
 
-        A breadth-first search from every such node, each cut off at the best length so far. Where that takes more than
-        ``_MOST_STEPS`` steps, which is some seconds, it is the best found until then.
+        A breadth-first search from every such node, each cut off at the best length so far. After ``_MOST_STEPS``
+        steps, some seconds, it returns the best found until then.
         """
         inside = within[self.before] & within[self.after]
         following: dict[int, list[int]] = {}
@@ -101,7 +101,7 @@ class Graph:
 
 
 def _ranges(first: Ints, last: Ints) -> Ints:
-    """first[0]..last[0]-1, first[1]..last[1]-1 and so on, as one array."""
+    """Concatenate first[0]..last[0]-1, first[1]..last[1]-1 and so on."""
     counts = last - first
     ends: Ints = counts.cumsum()
     each: Ints = (first - ends + counts).repeat(counts)
@@ -109,7 +109,7 @@ def _ranges(first: Ints, last: Ints) -> Ints:
 
 
 def _on_cycles(following: Mapping[int, list[int]]) -> list[int]:
-    """The nodes that have a way on for ever: what is left after dead ends are taken away again and again."""
+    """Nodes with an endless way on: the rest after repeated removal of dead ends."""
     onward = {node: len(targets) for node, targets in following.items()}
     sources: dict[int, list[int]] = {}
     for node, targets in following.items():
@@ -125,9 +125,9 @@ def _on_cycles(following: Mapping[int, list[int]]) -> list[int]:
 
 
 def _cycle_from(start: int, following: Mapping[int, list[int]], *, shorter_than: int) -> tuple[list[int], int]:
-    """The shortest cycle through ``start``, if it has fewer than ``shorter_than`` nodes (0: no bound), else [].
+    """The shortest cycle through ``start`` with fewer than ``shorter_than`` nodes (0: no bound), else [].
 
-    With it, how many nodes were seen on the way.
+    With it, the number of visited nodes.
     """
     came_from = {start: start}
     depth = {start: 1}

@@ -1,6 +1,6 @@
-"""A second set of connections between the ranks of a gloo group, so that each carries data one way only.
+"""A second set of connections between a gloo group's ranks: each carries data one way only.
 
-A gloo connection has one lock. Whoever sends holds it through the system call, and gloo's own thread, told meanwhile
+A gloo connection has one lock. A sender holds it through the system call, and gloo's own thread, notified meanwhile
 that something has arrived on the same connection, asks for the lock again and again without sleeping (``handleEvents``
 in gloo's ``transport/tcp/pair.cc``). If the sender has just lost its processor to that very thread, a whole time slice
 goes by. With data both ways on one connection this costs more than the messages themselves: steps of small messages
@@ -19,7 +19,7 @@ from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S, waiting
 
 
 class Lane(Protocol):
-    """What a transport needs of a group: point-to-point messages."""
+    """A transport's need from a group: point-to-point messages."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
 
@@ -32,7 +32,7 @@ _second: "weakref.WeakKeyDictionary[dist.ProcessGroup, Lane]" = weakref.WeakKeyD
 
 
 def second_lane(group: dist.ProcessGroup) -> Lane | None:
-    """Another gloo group of the same ranks; None for a backend other than gloo and for a rank alone.
+    """Another gloo group with the same ranks; None for other backends and for a single rank.
 
     Every rank of ``group`` must call it; the first call connects them.
     """

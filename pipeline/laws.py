@@ -1,7 +1,7 @@
-"""The static laws of a schedule, one function each; every violation is collected, then raised once.
+"""Static laws for schedules, one function each; all violations are collected, then raised once.
 
-A law that depends on what the user has (``within_memory``, ``weights_in_order``, ``ascending``) is not among ``LAWS``;
-it is passed beside them.
+Laws that depend on the user's setup (``within_memory``, ``weights_in_order``, ``ascending``) are not among ``LAWS``;
+they are passed beside them.
 """
 
 from collections import defaultdict, deque
@@ -15,14 +15,14 @@ from pipeproof.pipeline.columns import CODE, Columns, Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER, flow, stuck, suppliers
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.text_grid import marked
+from pipeproof.pipeline.text_grid import mark_cells
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A law broken by a schedule: which law, by what, and on which rank (None where no one rank is to blame).
+    """A broken law: its name, the violation, and the rank (None if several share the blame).
 
-    ``cells`` are the (rank, slot) of what breaks it.
+    ``cells`` are the (rank, slot) of its actions.
     """
 
     law: str
@@ -39,7 +39,7 @@ Law = Callable[[Schedule], Iterator[Violation]]
 
 
 class LawBroken(ScheduleError):
-    """A schedule or a program that can be read, but breaks laws; the message lists all violations on its grid."""
+    """A readable schedule or program that breaks laws; the message lists all violations on its grid."""
 
 
 def at(columns: Columns, entry: int, law: str, message: str) -> Violation:
@@ -55,7 +55,7 @@ def compute_only(schedule: Schedule) -> Iterator[Violation]:
 
 
 def placement(schedule: Schedule) -> Iterator[Violation]:
-    """Every rank holds a stage; every action is of a stage that its rank holds, for a microbatch that exists."""
+    """Every rank holds a stage; every action belongs to a stage on its rank, and to an existing microbatch."""
     for stage, owner in enumerate(schedule.placement):
         if not 0 <= owner < schedule.n_ranks:
             yield Violation("placement", f"stage {stage} is on rank {owner}: ranks are 0..{schedule.n_ranks - 1}")
@@ -63,7 +63,7 @@ def placement(schedule: Schedule) -> Iterator[Violation]:
         Violation("placement", "holds no stage", rank)
         for rank in sorted(set(range(schedule.n_ranks)) - set(schedule.placement))
     )
-    yield from misplaced(schedule.columns, schedule)
+    yield from find_misplaced(schedule.columns, schedule)
     for one in schedule.shard_actions:
         if not 0 <= one.stage < schedule.n_stages:
             yield Violation("placement", f"{one}: stages are 0..{schedule.n_stages - 1}", one.rank)
@@ -71,8 +71,8 @@ def placement(schedule: Schedule) -> Iterator[Violation]:
             yield Violation("placement", f"{one}: stage {one.stage} is on rank {owner}", one.rank)
 
 
-def misplaced(columns: Columns, schedule: Schedule, *, among: Mask | None = None) -> Iterator[Violation]:
-    """Entries (of ``among``) on another rank than their stage's, or of stages or microbatches that are not there."""
+def find_misplaced(columns: Columns, schedule: Schedule, *, among: Mask | None = None) -> Iterator[Violation]:
+    """Entries (``among`` a mask) on another rank than their stage's, or with unknown stages or microbatches."""
     beyond = (columns.stage < 0) | (columns.stage >= schedule.n_stages)
     owner = np.array([*schedule.placement, NEVER])[np.where(beyond, -1, columns.stage)]
     unknown = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
@@ -88,7 +88,7 @@ def misplaced(columns: Columns, schedule: Schedule, *, among: Mask | None = None
 
 
 def completeness(schedule: Schedule) -> Iterator[Violation]:
-    """There is work, and each stage and microbatch has exactly one F, and one B or one pair I, W. Counted, not sets."""
+    """Each stage and microbatch has exactly one F, and one B or a pair I, W. Counted, not sets; and work exists."""
     if not schedule.placement or schedule.microbatches < 1:
         yield Violation("completeness", f"{schedule.n_stages} stages and {schedule.microbatches} microbatches: no work")
     columns = schedule.columns
@@ -109,12 +109,12 @@ def completeness(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _those(columns: Columns, those: Mask, law: str, message: str) -> Violation:
-    """A violation that no one rank is to blame for, shown by several entries or none."""
+    """A violation by several entries or none, without a single rank to blame."""
     return Violation(law, message, None, tuple(map(columns.cell, np.flatnonzero(those).tolist())))
 
 
 def _work(schedule: Schedule) -> tuple[Mask, Ints]:
-    """Which entries are of a stage and microbatch that exist, and one number for the two."""
+    """Mask of entries with an existing stage and microbatch, and a number for each pair."""
     columns = schedule.columns
     known = (columns.stage >= 0) & (columns.stage < schedule.n_stages)
     known &= (columns.microbatch >= 0) & (columns.microbatch < schedule.microbatches)
@@ -143,11 +143,11 @@ def local_order(schedule: Schedule) -> Iterator[Violation]:
 
 
 def acyclic(schedule: Schedule) -> Iterator[Violation]:
-    """The ranks' orders and the flow of data between stages do not contradict each other."""
+    """Ranks' orders and data flow between stages agree."""
     columns = schedule.columns
     supplier = suppliers(columns, schedule.n_stages)
     graph = flow(columns, supplier, node=schedule.nodes)
-    reached = graph.reached()
+    reached = graph.reach()
     if reached[schedule.nodes].all():
         return
     for rank, action, need in stuck(columns, supplier, schedule.n_stages, reached[schedule.nodes]).waits:
@@ -156,12 +156,12 @@ def acyclic(schedule: Schedule) -> Iterator[Violation]:
     cycle = graph.shortest_cycle(~reached)[::-1]
     if len(cycle) > 1:
         first, *others = [f"rank {columns.rank[entry]} at {columns.action(entry)}" for entry in [*cycle, cycle[0]]]
-        told = f"{first} waits for {', which waits for '.join(others)}"
-        yield Violation("acyclic", told, None, tuple(map(columns.cell, cycle)))
+        text = f"{first} waits for {', which waits for '.join(others)}"
+        yield Violation("acyclic", text, None, tuple(map(columns.cell, cycle)))
 
 
 def reduced_once(schedule: Schedule) -> Iterator[Violation]:
-    """Where gradients are reduced, each stage's are once, after all that adds to them, and are waited for, or none."""
+    """Reduced gradients: all stages reduce, once, after their last addition, with a wait each or no waits."""
     reduced = _of_kind(schedule, ShardKind.REDUCE_GRAD)
     waited = _of_kind(schedule, ShardKind.WAIT_REDUCE_GRAD)
     for what, found in (("REDUCE_GRAD", reduced), ("WAIT_REDUCE_GRAD", waited)):
@@ -183,7 +183,7 @@ def reduced_once(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _of_kind(schedule: Schedule, kind: ShardKind) -> Mapping[int, Sequence[ShardAction]]:
-    """By stage the shard actions of a kind, where the stage is."""
+    """By stage, shard actions of a kind on the stage's rank."""
     found = defaultdict[int, list[ShardAction]](list)
     for one in schedule.shard_actions:
         known = 0 <= one.stage < schedule.n_stages and schedule.placement[one.stage] == one.rank
@@ -193,22 +193,22 @@ def _of_kind(schedule: Schedule, kind: ShardKind) -> Mapping[int, Sequence[Shard
 
 
 def unsharded(schedule: Schedule) -> Iterator[Violation]:
-    """Where parameters lie in shards, a stage computes between an UNSHARD and its RESHARD, and ends in shards."""
+    """With sharded parameters, a stage computes between UNSHARD and RESHARD, and ends in shards."""
     kinds = (ShardKind.UNSHARD, ShardKind.RESHARD)
     acts = [one for one in schedule.shard_actions if one.kind in kinds]
     for rank, row in enumerate(schedule.ranks if acts else ()):
-        whole, told = set[int](), set[int]()
-        due = deque(one for one in acts if one.rank == rank)
+        whole, reported = set[int](), set[int]()
+        expected = deque(one for one in acts if one.rank == rank)
         for slot in range(len(row) + 1):
-            while due and due[0].slot <= slot:
-                one = due.popleft()
+            while expected and expected[0].slot <= slot:
+                one = expected.popleft()
                 gathers = one.kind is ShardKind.UNSHARD
                 if gathers == (one.stage in whole):
                     already = "is gathered already" if gathers else "is in shards already"
                     yield Violation("unsharded", f"{one}: stage {one.stage} {already}", rank)
                 whole ^= {one.stage} if gathers != (one.stage in whole) else set()
-            if slot < len(row) and row[slot].stage not in whole | told:
-                told.add(row[slot].stage)
+            if slot < len(row) and row[slot].stage not in whole | reported:
+                reported.add(row[slot].stage)
                 message = f"{row[slot]} computes while stage {row[slot].stage}'s parameters are in shards"
                 yield Violation("unsharded", message, rank, ((rank, slot),))
         for stage in sorted(whole):
@@ -216,8 +216,8 @@ def unsharded(schedule: Schedule) -> Iterator[Violation]:
             yield Violation("unsharded", message, rank)
 
 
-def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
-    """The law that no rank ever holds more than ``limit`` activations, counted as ``memory`` counts them."""
+def memory_law(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
+    """Build the law that no rank ever holds more than ``limit`` activations, by the counts in ``memory``."""
 
     def memory(schedule: Schedule) -> Iterator[Violation]:
         peaks = peaks_of(schedule.columns, weight_memory=weight_memory, sizes=sizes)
@@ -230,15 +230,15 @@ def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[f
 
 
 def weights_in_order(schedule: Schedule) -> Iterator[Violation]:
-    """On each rank, the W come in the order of their I: what a first-in-first-out store of weight gradients needs."""
+    """On each rank, the W come in the order of their I: a need of first-in-first-out stores."""
     for rank, row in enumerate(schedule.ranks):
         inputs, weights = (
             [(action.stage, action.microbatch) for action in row if action.kind is kind]
             for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
-        for due, found in zip(inputs, weights, strict=False):
-            if due != found:
-                action, expected = (Action(stage, Kind.BACKWARD_WEIGHT, m) for stage, m in (found, due))
+        for site, found in zip(inputs, weights, strict=False):
+            if site != found:
+                action, expected = (Action(stage, Kind.BACKWARD_WEIGHT, m) for stage, m in (found, site))
                 message = f"{action} comes where a first-in-first-out store holds {expected}"
                 yield Violation("weights-in-order", message, rank, ((rank, row.index(action)),))
                 break
@@ -262,12 +262,12 @@ LAWS: tuple[Law, ...] = (compute_only, placement, completeness, local_order, acy
 
 
 def violations(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> tuple[Violation, ...]:
-    """Every violation of every law, in the order of ``laws``."""
+    """Every violation by any law, in the order of ``laws``."""
     return tuple(violation for law in laws for violation in law(schedule))
 
 
 def check(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> Schedule:
-    """``schedule`` itself if it keeps every law; else ``LawBroken`` that lists all violations, grouped by law."""
+    """Return ``schedule`` if lawful; else raise ``LawBroken`` with all violations, grouped by law."""
     found = violations(schedule, laws=laws)
     if found:
         raise LawBroken(report(schedule.name, found, schedule.ranks))
@@ -275,7 +275,7 @@ def check(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> Schedule:
 
 
 def report(name: str, found: Sequence[Violation], rows: Sequence[Sequence[Action]]) -> str:
-    """All violations, grouped by law and cut where there are many, over the rows with the cells that are to blame."""
+    """All violations, grouped by law and cut if many, over the rows with their cells."""
     by_law: dict[str, list[Violation]] = defaultdict(list)
     for violation in found:
         by_law[violation.law].append(violation)
@@ -283,5 +283,5 @@ def report(name: str, found: Sequence[Violation], rows: Sequence[Sequence[Action
     more = len(found) - len(bullets)
     tail = [f"  - and {more} more"] if more else []
     title = f"{name} breaks {len(by_law)} law{'s' * (len(by_law) > 1)}:"
-    drawing = marked(rows, {cell for violation in found for cell in violation.cells})
+    drawing = mark_cells(rows, {cell for violation in found for cell in violation.cells})
     return "\n".join([title, *bullets, *tail, *drawing])

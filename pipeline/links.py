@@ -1,4 +1,4 @@
-"""The links between neighbouring stages on different ranks: activations one way, gradients the other.
+"""Links between neighbouring stages on different ranks: activations one way, gradients the other.
 
 A receiver must know shapes before it can make room. They follow from the shapes of the microbatch's inputs, which
 every rank knows, so the first message of each shape over a link is preceded by a header and later ones are not.
@@ -33,14 +33,14 @@ _WITH_LATER = frozenset({Kind.SEND_F, Kind.RECV_B})  # exchanged with the stage 
 
 
 class _Letter(NamedTuple):
-    """A message whose shapes are known: how its tensors lie in the buffer."""
+    """A message with known shapes: the layout of its tensors in the buffer."""
 
     message: Message
     layout: Layout
 
 
 class Links:
-    """Turns the messages of a program into tensors. One per rank, kept over steps: it remembers shapes."""
+    """Turns a program's messages into tensors. One per rank, kept over steps: it remembers shapes."""
 
     def __init__(self, transport: Transport, placement: Sequence[int]) -> None:
         self._transport = transport
@@ -52,7 +52,7 @@ class Links:
         self._mailbox = Mailbox(transport)
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
-        """Start a step whose microbatches have these ``signatures``, the same on every rank."""
+        """Start a step with these ``signatures`` of microbatches, equal on every rank."""
         # Without gradients nothing requires one, so evaluation has boundaries of its own.
         modes = [(signature, torch.is_grad_enabled()) for signature in signatures]
         numbers = [self._numbers.setdefault(mode, len(self._numbers)) for mode in modes]
@@ -74,24 +74,24 @@ class Links:
         self._transport.send(letter.message, letter.layout.pack(outputs))
 
     def receive_activation(self, action: Action) -> Tensors:
-        """The inputs of a stage, as leaves that require a gradient where the sender's tensors did."""
+        """Receive a stage's inputs, as leaves that require a gradient as the sender's tensors did."""
         letter = self._letters.get(action) or self._letter(action) or self._get_to_know(action)
         return letter.layout.leaves(self._mailbox.take(letter.message, letter.layout.nbytes))
 
     def send_gradient(self, action: Action, values: Gradients) -> None:
-        letter = self._letters.get(action) or self._known(action)
+        letter = self._letters.get(action) or self._lookup(action)
         if letter.layout.nbytes:
             self._transport.send(letter.message, letter.layout.pack(values))
 
     def receive_gradient(self, action: Action) -> Gradients:
-        """A gradient, or None, per output of a stage."""
-        letter = self._letters.get(action) or self._known(action)
+        """Receive a gradient, or None, per output of a stage."""
+        letter = self._letters.get(action) or self._lookup(action)
         if not letter.layout.nbytes:
             return (None,) * len(letter.layout.specs)
         return letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
 
     def post(self, action: Action) -> None:
-        """Start receiving, unless the shapes are not known yet: then the receiving action does, after the header.
+        """Start receiving, unless shapes are still unknown: then the receiving action does, after the header.
 
         A transport that runs messages in posting order must meet the header here, where its sender has put it.
         """
@@ -102,7 +102,7 @@ class Links:
             self._mailbox.expect(letter.message, letter.layout.nbytes)
 
     def _letter(self, action: Action) -> _Letter | None:
-        """Make out the letter, the first time in a run of equal steps; None if what crosses the link is not known."""
+        """Make the letter on first use in a run of equal steps; None while shapes are unknown."""
         specs = self._specs.get(self._key(action))
         if specs is None:
             return None
@@ -110,22 +110,22 @@ class Links:
         self._letters[action] = letter = _Letter(self._message(action), layout)
         return letter
 
-    def _known(self, action: Action) -> _Letter:
+    def _lookup(self, action: Action) -> _Letter:
         letter = self._letter(action)
         assert letter is not None, f"{action} answers an activation, whose shapes are known by now"
         return letter
 
     def _introduce(self, action: Action, specs: Specs) -> _Letter:
-        """Tell the receiver what crosses this link, before the first message of a kind."""
+        """Send shapes to the receiver, before the first message of a kind."""
         self._specs[self._key(action)] = specs
         self._transport.send(self._header(action), encode_specs(specs))
-        return self._known(action)
+        return self._lookup(action)
 
     def _get_to_know(self, action: Action) -> _Letter:
         header = self._header(action)
         self._transport.post(header, HEADER_BYTES)
         self._specs[self._key(action)] = decode_specs(self._transport.receive(header))
-        return self._known(action)
+        return self._lookup(action)
 
     def _key(self, action: Action) -> _Key:
         return _link(action), self._signatures[action.microbatch]
@@ -146,7 +146,7 @@ class Links:
 
 
 def _link(action: Action) -> Link:
-    """The link that a message crosses: the one after its stage, or the one before."""
+    """The link for a message: after its stage, or before it."""
     return action.stage if action.kind in _WITH_LATER else action.stage - 1
 
 

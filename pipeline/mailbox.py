@@ -1,4 +1,4 @@
-"""Receiving ahead of need: which messages are posted when, so that data can leave as soon as it is there."""
+"""Receiving ahead: when to post each message, so that data can leave immediately."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ _AHEAD_LEAST = 2  # messages, however large: one in use, one on its way
 
 
 class Mailbox:
-    """The messages that a rank expects in one step, posted in the order in which they are expected.
+    """A rank's expected messages in one step, posted in the order of expectation.
 
     A transport that runs messages in posting order gets each the moment it is expected, whatever its size.
     """
@@ -27,13 +27,13 @@ class Mailbox:
         self._posted_bytes = 0
 
     def clear(self) -> None:
-        """Forget what was expected: a step begins."""
+        """Forget expectations: a step begins."""
         self._held_back.clear()
         self._posted.clear()
         self._posted_bytes = 0
 
     def expect(self, message: Message, nbytes: int) -> None:
-        """Start receiving ``message``, now or as soon as there is room."""
+        """Start receiving ``message``, now or after room appears."""
         if self._transport.in_order or (not self._held_back and self._has_room(nbytes)):
             self._post(message, nbytes)
         else:

@@ -1,4 +1,4 @@
-"""What a rank holds while it works: activations from forward to backward, and what waits for the weight gradient."""
+"""A rank's memory: activations from forward to backward, and inputs kept for the weight gradient."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from pipeproof.pipeline.columns import KINDS, Columns, Floats
 
 
 class Peak(NamedTuple):
-    """The most that a rank holds at once, and the slot at whose start it first does; slot -1 where it holds nothing."""
+    """The most that a rank holds at once, and the first slot that starts with it; slot -1 for nothing."""
 
     value: float
     slot: int
 
 
-def held(columns: Columns, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Floats:
-    """What each entry's rank holds once the entry began: M_B from F to I or B, M_W from I to W.
+def memory_held(columns: Columns, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Floats:
+    """Compute a rank's memory as each entry starts: M_B from F to I or B, M_W from I to W.
 
     M_B is 1, or ``sizes[stage]``; M_W is ``weight_memory`` M_B. An action needs what it frees until its end, so what a
     backward frees still counts in its own entry.
@@ -35,8 +35,8 @@ def held(columns: Columns, *, weight_memory: float = 1.0, sizes: Sequence[float]
 
 
 def peaks_of(columns: Columns, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> tuple[Peak, ...]:
-    """The peak of every rank."""
-    values = held(columns, weight_memory=weight_memory, sizes=sizes)
+    """Peak memory per rank."""
+    values = memory_held(columns, weight_memory=weight_memory, sizes=sizes)
     found = []
     for start, end in columns.spans():
         slot = int(values[start:end].argmax()) if end > start else -1

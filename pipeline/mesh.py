@@ -1,4 +1,4 @@
-"""A mesh: ranks along axes around the pipeline, their groups, and what each is given and sums.
+"""A mesh: ranks along axes around the pipeline, with groups, shares and sums.
 
 Axes are named as ``init_device_mesh`` users name them, and ranks numbered as it numbers them: the last axis first.
 """
@@ -17,21 +17,21 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 PIPELINE = "pp"
 DATA = ("dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "ep")  # ranks along them have data of their own
 MODEL = ("tp", "sp", "cp")  # and along these they work on the same
-SHARDED = ("fsdp", "dp_shard")  # of those of data: each rank keeps a part of every parameter
+SHARDED = ("fsdp", "dp_shard")  # data axes whose ranks keep a part of every parameter
 PARTS, PIECES = "tp", "cp"  # parts of parameters; pieces of sequences
 SUMMED = (*(axis for axis in DATA if axis != "ep"), PIECES)  # along them all gradients are summed
-PROVEN = (PIPELINE, *SUMMED, PARTS)  # for ep and sp it depends on the parameter what is summed
+PROVEN = (PIPELINE, *SUMMED, PARTS)  # along ep and sp the sums depend on the parameter
 MOST_MESH = 1 << 20  # ranks
-AXES: Mapping[str, str] = {"ranks": PIPELINE, "replicas": DATA[0]}  # the field's names of what a case says
+AXES: Mapping[str, str] = {"ranks": PIPELINE, "replicas": DATA[0]}  # a case's words, in the field's names
 
 Groups = tuple[tuple[int, ...], ...]
 Rows = tuple[int, int]  # of a parameter, from the first to before the last
 
 
 class Sum(NamedTuple):
-    """In each group of the axis ``over``, gradients are added, and divided by ``divisor``.
+    """Gradients are added in each group along the axis ``over``, and divided by ``divisor``.
 
-    ``keeps``: the rows that each of a group keeps of the result, counted from its first; empty: all keep all.
+    ``keeps``: each group member's rows of the result, counted from its first; empty: all keep all.
     """
 
     over: str
@@ -40,7 +40,7 @@ class Sum(NamedTuple):
 
 
 class Tied(NamedTuple):
-    """Copies of one parameter in ``stages``: they are summed in each of ``groups``; None: within each pipeline."""
+    """A parameter's copies in ``stages``, summed within each group; None: within each pipeline."""
 
     stages: tuple[int, ...]
     groups: Groups | None = None
@@ -48,11 +48,10 @@ class Tied(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """``groups``: of each axis, its ranks in their order. ``shares[rank]``: the microbatches that each rank is given,
-    of all those of a step; they are worked on in this order.
+    """``groups``: each axis's ranks in order. ``shares[rank]``: the rank's microbatches out of the step's, in order.
 
-    ``divisor``: what all sums together should divide by. ``rows``: how many each parameter has; each rank's optimizer
-    ``holds`` some of them (empty: those that it keeps).
+    ``divisor``: the product for all sums. ``rows``: per parameter; each rank's optimizer ``holds`` some (empty: those
+    that it keeps).
     """
 
     axes: Mapping[str, int]
@@ -66,11 +65,10 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int], schedule: Schedule, *, rows: int = 0) -> "Mesh":
-        """What ``axes`` and their sizes make of it, around pipelines that run ``schedule``.
+        """Build the mesh for ``axes`` and their sizes, around pipelines that run ``schedule``.
 
-        Of n replicas, replica r is given the microbatches r, r + n, and so on. A mean is taken over each axis of data,
-        and over cp. ``rows``: of a parameter; 0: as many as it is cut into. Raises ``ScheduleError`` for axes that
-        cannot be.
+        Of n replicas, replica r gets the microbatches r, r + n, and so on. A mean is taken over each axis of data, and
+        over cp. ``rows``: per parameter; 0: one for each part. Raises ``ScheduleError`` for impossible axes.
         """
         _check(axes, schedule)
         replica, replicas = along(axes, DATA), _size(axes, DATA)
@@ -84,7 +82,7 @@ class Mesh:
         return cls(dict(axes), groups, [each[one] for one in replica], tuple(sums), divisor, rows=total)
 
     def with_tied(self, tied: Sequence[Tied], schedule: Schedule) -> "Mesh":
-        """The same, with these copies. Raises ``ScheduleError`` for stages that cannot have any."""
+        """Add tied copies. Raises ``ScheduleError`` for stages that cannot have any."""
         for one in tied:
             beyond = next((stage for stage in one.stages if not 0 <= stage < schedule.n_stages), None)
             if beyond is not None:
@@ -96,17 +94,17 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return math.prod(self.axes.values())
 
     @property
     def replicas(self) -> int:
-        """How many shares of a step's microbatches there are."""
+        """Number of shares in a step's microbatches."""
         return _size(self.axes, DATA)
 
     @property
     def pieces(self) -> int:
-        """How many pieces each sequence is in."""
+        """Number of pieces per sequence."""
         return self.axes.get(PIECES, 1)
 
     @property
@@ -115,7 +113,7 @@ class Mesh:
         return ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
 
     def places(self, axis: str) -> Ints:
-        """Of every rank its place in its group along ``axis``, where each rank is in one group."""
+        """Every rank's place in its group along ``axis``, given one group per rank."""
         found = np.zeros(self.ranks, dtype=np.int64)
         for group in self.groups.get(axis, ()):
             found[list(group)] = range(len(group))
@@ -123,7 +121,7 @@ class Mesh:
 
 
 def along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:
-    """Of every rank, its place along ``some`` of the axes."""
+    """Every rank's place along ``some`` axes."""
     numbers = []
     for place in product(*map(range, axes.values())):
         number = 0
@@ -134,20 +132,20 @@ def along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:
 
 
 def groups_along(axes: Mapping[str, int], axis: str) -> Groups:
-    """The ranks that differ along ``axis`` alone, group by group."""
+    """Ranks that differ along ``axis`` alone, group by group."""
     numbered = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
     lines = np.moveaxis(numbered, list(axes).index(axis), -1).reshape(-1, axes[axis])
     return tuple(map(tuple, lines.tolist()))
 
 
 def pipelines_of(axes: Mapping[str, int]) -> Groups:
-    """The ranks of each pipeline; none where ``axes`` cannot be or have none."""
+    """Ranks by pipeline; none for impossible ``axes`` or without pipelines."""
     may = PIPELINE in axes and 1 <= math.prod(axes.values()) <= MOST_MESH
     return groups_along(axes, PIPELINE) if may else ()
 
 
 def chunks(rows: int, count: int) -> tuple[Rows, ...]:
-    """``rows`` in ``count`` parts as ``torch.chunk`` makes them: equal ones first, then what is left, then none."""
+    """Cut ``rows`` into ``count`` parts like ``torch.chunk``: equal ones first, then the rest, then none."""
     size = -(-rows // count)
     return tuple((min(rows, k * size), min(rows, (k + 1) * size)) for k in range(count))
 
@@ -157,7 +155,7 @@ def _size(axes: Mapping[str, int], some: Sequence[str]) -> int:
 
 
 def _check(axes: Mapping[str, int], schedule: Schedule) -> None:
-    """Raise ``ScheduleError`` for axes that cannot be around ``schedule``."""
+    """Raise ``ScheduleError`` for axes impossible around ``schedule``."""
     for unknown in (axis for axis in axes if axis not in PROVEN):
         known = unknown in (*DATA, *MODEL)
         why = ": what is summed along it depends on the parameter" if known else ""

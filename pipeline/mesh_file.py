@@ -1,4 +1,4 @@
-"""A file that says which groups, microbatches and sums a job has. What it leaves out is as its axes have it."""
+"""A file with a job's groups, microbatches and sums. Missing parts follow from its axes."""
 
 import json
 import math
@@ -22,7 +22,7 @@ _MOST_TIMES = 1 << 53  # that something is in a sum: up to here floats count
 
 
 def read_axes(text: str) -> dict[str, int]:
-    """``dp=2,pp=4``: the sizes of axes, in their order. Raises ``ScheduleError``."""
+    """Parse ``dp=2,pp=4``: sizes of axes, in order. Raises ``ScheduleError``."""
     found: dict[str, int] = {}
     for word in text.split(","):
         axis, equals, size = word.strip().partition("=")
@@ -35,12 +35,12 @@ def read_axes(text: str) -> dict[str, int]:
 
 
 def mesh_of(axes: Mapping[str, int]) -> "MeshFile":
-    """What a file would say that has ``axes`` alone."""
+    """A file's content from ``axes`` alone."""
     return MeshFile("the mesh", {"axes": dict(axes)})
 
 
 def read_mesh(path: str | Path) -> "MeshFile":
-    """The mesh in the file at ``path``. Raises ``ScheduleError`` for what is none."""
+    """Read the mesh in the file at ``path``. Raises ``ScheduleError`` for other content."""
     data = read_json(path, expected=_WANTED)
     version = data.pop("version", None)
     if data.pop("format", None) != FORMAT or type(version) is not int or version != VERSION:
@@ -51,7 +51,7 @@ def read_mesh(path: str | Path) -> "MeshFile":
 
 
 class MeshFile:
-    """What a file says, or axes alone. Each part is read when asked for; what is not of its form is refused then."""
+    """A file's content, or axes alone. Each part is read, and checked, on demand."""
 
     def __init__(self, path: str, data: Mapping[str, Any]) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class MeshFile:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of axes, in their order."""
+        """Sizes of axes, in order."""
         found = self._data.get("axes")
         if not isinstance(found, dict) or not found:
             raise self._wrong("axes", found, 'axes and their sizes, e.g. {"dp": 2, "pp": 4}')
@@ -67,12 +67,12 @@ class MeshFile:
 
     @property
     def pipelines(self) -> Groups:
-        """The ranks of each pipeline; none where there is no axis of them."""
+        """Ranks by pipeline; none without a pipeline axis."""
         said = self._object("groups").get(PIPELINE)
         return pipelines_of(self.axes) if said is None else self._groups(f"groups: {PIPELINE}", said)
 
     def mesh(self, schedule: Schedule, *, known: Mapping[str, Groups] = MappingProxyType({})) -> Mesh:
-        """The mesh around pipelines that run ``schedule``. Its groups are the ``known`` ones where nothing is said."""
+        """Build the mesh around pipelines that run ``schedule``. Groups default to ``known`` ones."""
         rows = self._whole("rows", self._data.get("rows", 0))
         made = Mesh.of(self.axes, schedule, rows=rows)
         groups = {axis: self._groups(f"groups: {axis}", found) for axis, found in self._object("groups").items()}
@@ -93,7 +93,7 @@ class MeshFile:
         return made
 
     def _shares(self, mesh: Mesh, schedule: Schedule) -> list[Any]:
-        """Equal lists are one, for all ranks that are given it."""
+        """Read shares, with one array for equal lists."""
         shares: dict[tuple[int, ...], Any] = {}
         found = []
         for rank, one in enumerate(self._of_ranks("microbatches", mesh)):
@@ -105,7 +105,7 @@ class MeshFile:
         return found
 
     def _sums(self, mesh: Mesh) -> tuple[Sum, ...]:
-        """Those whose weights can be counted."""
+        """Read sums with countable weights."""
         found = tuple(self._sum(mesh, one) for one in self._list("sums"))
         if max(math.prod(mesh.axes[one.over] for one in found), math.prod(one.divisor for one in found)) > _MOST_TIMES:
             said = f"has {len(found)} sums, which together add up or divide by more than {_MOST_TIMES}"

@@ -1,9 +1,9 @@
-"""What the sums over a mesh make of each rank's gradients, in symbols: whose terms they have, and how often.
+"""Sums over a mesh, in symbols: each rank's gradient as counts of all ranks' terms.
 
 Each pipeline of a mesh runs one program, whose terms ``symbolic`` shows. So before the sums a rank's gradient has,
-once, each microbatch that the rank is given, and what it has after them follows from groups and shares alone. No rank
-and no microbatch stands for another; but a sum is worked out once for all who get it. A right gradient has every
-microbatch of the step once, whatever the model and the data are.
+once, each microbatch of the rank, and its content after them follows from groups and shares alone. No rank and no
+microbatch stands for another; but a sum is worked out once for all who get it. A right gradient has every microbatch of
+the step once, whatever the model and the data.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from pipeproof.pipeline.sizes import SHOWN, first_few, some
 
 
 class _Part(NamedTuple):
-    """What a gradient is of: the stages at a place in the pipeline, a part of them along tp, and some of its rows."""
+    """A gradient's identity: its place in the pipeline, its part along tp, and its rows."""
 
     place: int
     part: int
@@ -31,11 +31,11 @@ class _Part(NamedTuple):
 
 
 class Sums:
-    """Every rank's gradient after all sums: what it is ``of``, and the number of the sum that it ``made``.
+    """Every rank's gradient after all sums: its identity ``of``, and the number ``made`` for its sum.
 
-    ``totals``: of each sum, how often each rank's own gradient is in it. Sums of the same are one sum, with one number.
-    ``mixed``: the axis and the ranks of sums of what is not the same. ``cuts``: each sum of which each of a group keeps
-    some rows, with how many rows there were.
+    ``totals``: for each sum, the count of each rank's own gradient in it; equal sums share a number. ``mixed``: the
+    axis and ranks of sums over unlike gradients. ``cuts``: each sum whose group members keep only some rows, with the
+    number of rows.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
@@ -63,7 +63,7 @@ class Sums:
                 self.totals.append(self._total(added))
             for k, rank in enumerate(group):
                 self.made[rank] = number
-                if one.keeps:  # rows are counted from the first of those that are summed
+                if one.keeps:  # rows are counted from the first summed one
                     (first, end), (begin, to) = self.of[rank].rows, one.keeps[k]
                     cut.add(end - first)
                     self.of[rank] = self.of[rank]._replace(rows=(first + begin, first + to))
@@ -78,7 +78,7 @@ class Sums:
 
     @cached_property
     def units(self) -> list[Ints]:
-        """By rank, what it works on, in order: pieces of microbatches, each a number."""
+        """By rank, work units in order: pieces of microbatches, each a number."""
         mesh, pieces, piece = self.mesh, self.mesh.pieces, self.mesh.places(PIECES).tolist()
         made: dict[tuple[int, int], Ints] = {}  # ranks that are given one list work on one
         for share, own in zip(mesh.shares, piece, strict=True):
@@ -86,17 +86,17 @@ class Sums:
         return [made[id(share), own] for share, own in zip(mesh.shares, piece, strict=True)]
 
     def stages(self, place: int) -> str:
-        """The stages at a place in the pipeline, in words."""
+        """Name the stages at a place in the pipeline."""
         stages = self.schedule.stages_of(place)
         return f"stage{'s' * (len(stages) > 1)} {first_few(stages)}"
 
     def unit(self, unit: int) -> str:
-        """What a rank works on, in words."""
+        """Name a unit of work."""
         microbatch, piece = divmod(unit, self.mesh.pieces)
         return f"microbatch {microbatch}" + (f", {PIECES} {piece}" if self.mesh.pieces > 1 else "")
 
-    def told(self, units: Ints) -> str:
-        """What a rank works on, the first of it."""
+    def describe_units(self, units: Ints) -> str:
+        """Name the first units of work."""
         first = ", ".join(str(unit // self.mesh.pieces) for unit in units[:4].tolist())
         piece = f", {PIECES} {units[0] % self.mesh.pieces}" if self.mesh.pieces > 1 and len(units) else ""
         return f"microbatches {first}{', ...' if len(units) > 4 else ''}{piece}"
@@ -106,7 +106,7 @@ Law = Callable[[Sums], Iterator[Violation]]
 
 
 def groups(mesh: Mesh) -> Iterator[Violation]:
-    """Along each axis, every rank is in one group, and the groups are as large as the axis."""
+    """Along each axis, every rank belongs to one group, and groups have the axis's size."""
     ranks = mesh.ranks
     for axis, found in mesh.groups.items():
         counts = Counter(rank for group in found for rank in group)
@@ -121,8 +121,9 @@ def groups(mesh: Mesh) -> Iterator[Violation]:
 
 
 def shares(found: Sums) -> Iterator[Violation]:
-    """Ranks of one pipeline, those with parts of the same stages, and those with pieces of the same sequences, work on
-    the same microbatches, in one order. Parts and pieces are of the same stages.
+    """Ranks that share a pipeline, stages, or sequences work on equal microbatches, in one order.
+
+    Parts and pieces belong to the same stages.
     """
     for axis in (PIPELINE, PARTS, PIECES):
         given = found.mesh.shares if axis == PIECES else found.units
@@ -133,62 +134,63 @@ def shares(found: Sums) -> Iterator[Violation]:
                     said = f"{axis}: has {found.stages(one)}, but rank {first} of its group has {found.stages(other)}"
                     yield Violation("shares", said, rank)
                 if given[rank] is not given[first] and not np.array_equal(given[rank], given[first]):
-                    said = f"{axis}: works on {found.told(own)}, but rank {first} of its group on {found.told(its)}"
+                    units = [found.describe_units(one) for one in (own, its)]
+                    said = f"{axis}: works on {units[0]}, but rank {first} of its group on {units[1]}"
                     yield Violation("shares", said, rank)
 
 
 def sums(found: Sums) -> Iterator[Violation]:
-    """In the end each rank's gradient has every microbatch of the step once, of its own stages, evenly divided."""
+    """Finally each rank's gradient has every microbatch once, from its own stages, evenly divided."""
     for axis, group in found.mixed:
         whole = {found.of[rank].place: rank for rank in reversed(group)}
         if len(whole) > 1:
-            told = [f"rank {rank} of {found.stages(place)}" for place, rank in list(whole.items())[-1:-3:-1]]
-            yield Violation("sums", f"{axis}: what is summed is not of the same stages: {' and '.join(told)}")
+            names = [f"rank {rank} of {found.stages(place)}" for place, rank in list(whole.items())[-1:-3:-1]]
+            yield Violation("sums", f"{axis}: what is summed is not of the same stages: {' and '.join(names)}")
         else:
             yield Violation("sums", f"{axis}: ranks {first_few(group)} sum different parts of one gradient")
     if not found.mixed:
-        yield from _miscounted(found)
+        yield from _find_miscounted(found)
 
 
-def _miscounted(found: Sums) -> Iterator[Violation]:
-    """Gradients in which a microbatch has not the weight that it should have; the first such microbatch of each.
+def _find_miscounted(found: Sums) -> Iterator[Violation]:
+    """Gradients with a wrong weight for a microbatch; the first such microbatch each.
 
-    Weights decide, not counts: who takes the mean of equal means once more changes nothing. A gradient with fewer units
-    than there are lacks one of the first, so that no more are counted than it has.
+    Weights decide, not counts: a mean over equal means once more changes nothing. A gradient with fewer units than
+    exist lacks one of the first, so counting stops there.
     """
-    mesh, told = found.mesh, set[int]()
+    mesh, checked = found.mesh, set[int]()
     total = found.schedule.microbatches * mesh.replicas * mesh.pieces
     divided = prod(one.divisor for one in mesh.sums)
-    due = divided // mesh.divisor if divided % mesh.divisor == 0 else -1
+    expected = divided // mesh.divisor if divided % mesh.divisor == 0 else -1
     over = ("", "") if divided == mesh.divisor else (f" over {divided}", f" over {mesh.divisor}")
     for rank, made in enumerate(found.made):
-        if made in told:  # the same sum, of another rank
+        if made in checked:  # the same sum, of another rank
             continue
-        told.add(made)
+        checked.add(made)
         units = np.concatenate([found.units[one] for one in found.totals[made]])
         often = np.repeat([*found.totals[made].values()], found.schedule.microbatches)
         counted = min(total, len(units) + 1)
         inside = units < counted
         has = np.bincount(units[inside], weights=often[inside], minlength=counted)
         said = f"{found.stages(found.place[rank])}: the gradient has"
-        for unit in np.flatnonzero(has != due)[:1].tolist():
-            seen = f"{found.unit(unit)} {some(int(has[unit]), 'time')}{over[0]}"
-            yield Violation("sums", f"{said} {seen}, expected once{over[1]}", rank)
+        for unit in np.flatnonzero(has != expected)[:1].tolist():
+            observed = f"{found.unit(unit)} {some(int(has[unit]), 'time')}{over[0]}"
+            yield Violation("sums", f"{said} {observed}, expected once{over[1]}", rank)
         for unit in units[units >= total][:1].tolist():
             yield Violation("sums", f"{said} {found.unit(unit)}, but they are 0..{total // mesh.pieces - 1}", rank)
 
 
 def parts(found: Sums) -> Iterator[Violation]:
-    """All parts of a gradient are kept, each once, each rank keeps what its optimizer holds, and some one holds each.
+    """All parts of a gradient are kept, each once, each rank keeps its optimizer's part, and some rank holds each.
 
     A rank may keep more: of a sum that all have, optimizers may each hold a part, as in ZeRO-1.
     """
-    told = [*_not_kept(found)]
-    yield from told or _not_held(found)
-    due = range(found.mesh.axes.get(PARTS, 1))
+    lost = [*_not_kept(found)]
+    yield from lost or _not_held(found)
+    expected = range(found.mesh.axes.get(PARTS, 1))
     has = {(one.place, one.part) for one in found.of}
-    for place, part in sorted({(place, part) for place in {*found.place} for part in due} - has):
-        yield Violation("parts", f"nobody has {PARTS} {part} of {found.stages(place)}")
+    for place, part in sorted({(place, part) for place in {*found.place} for part in expected} - has):
+        yield Violation("parts", f"no rank has {PARTS} {part} of {found.stages(place)}")
 
 
 def _not_kept(found: Sums) -> Iterator[Violation]:
@@ -201,13 +203,13 @@ def _not_kept(found: Sums) -> Iterator[Violation]:
         ends = [(0, 0), *sorted(rows for rows in one.keeps if _some(rows)), (every, every)]
         for (_, end), (begin, _) in pairwise(ends):
             if end != begin:
-                who, between = ("nobody keeps" if end < begin else "several keep"), sorted((begin, end))
+                who, between = ("no rank keeps" if end < begin else "several keep"), sorted((begin, end))
                 who = "there are no" if between[0] >= every else who
                 yield Violation("parts", f"{one.over}: {who} rows {between[0]} to {between[1]} of {every}")
 
 
 def _not_held(found: Sums) -> Iterator[Violation]:
-    """The rows of which every gradient is kept, and which no optimizer moves."""
+    """Rows with a kept gradient but without an optimizer."""
     held: dict[tuple[int, int], list[Rows]] = {}
     for one, rows in zip(found.of, found.mesh.holds, strict=bool(found.mesh.holds)):
         held.setdefault((one.place, one.part), []).append(rows)
@@ -220,7 +222,7 @@ def _not_held(found: Sums) -> Iterator[Violation]:
 
 
 def tied(found: Sums) -> Iterator[Violation]:
-    """Each copy of a tied parameter becomes the sum of one copy of each stage that has one, all of one part."""
+    """Each copy of a tied parameter becomes the sum over one copy per stage, all for one part."""
     mesh = found.mesh
     for one in mesh.tied:
         owners = {stage: found.schedule.placement[stage] for stage in one.stages}
@@ -245,12 +247,12 @@ LAWS: tuple[Law, ...] = (shares, sums, parts, tied)
 
 
 def violations(mesh: Mesh, schedule: Schedule) -> tuple[Violation, ...]:
-    """Every violation of ``groups``, or where there is none, of each of ``LAWS`` the first few."""
+    """All violations against ``groups``, or without any, the first few against each law."""
     broken = [list(groups(mesh))]
     if not broken[0]:
         found = Sums(mesh, schedule)
         broken = [list(law(found)) for law in LAWS]
-    return tuple(told for of_law in broken for told in _first(of_law))
+    return tuple(violation for of_law in broken for violation in _first(of_law))
 
 
 def _first(broken: Sequence[Violation]) -> Iterator[Violation]:
@@ -260,7 +262,7 @@ def _first(broken: Sequence[Violation]) -> Iterator[Violation]:
 
 
 def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[int]]:
-    """In which groups copies are summed."""
+    """Groups summing copies."""
     if one.groups is not None:
         return one.groups
     pipelines = mesh.groups.get(PIPELINE) or [(rank,) for rank in range(mesh.ranks)]
@@ -268,7 +270,7 @@ def _tied_groups(mesh: Mesh, one: Tied, holders: set[int]) -> Sequence[Sequence[
 
 
 def _some(rows: Rows) -> Rows | None:
-    """The rows, if there are any: those of two empty spans are the same."""
+    """Return the rows, or None if empty: empty spans are equal."""
     return rows if rows[0] < rows[1] else None
 
 

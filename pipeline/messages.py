@@ -1,4 +1,4 @@
-"""The messages of a program as arrays: who sends what to whom, which ends meet, and who waits for them."""
+"""A program's messages as arrays: sender, receiver, matching ends, and consumers."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from pipeproof.pipeline.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """The message ends of ``columns``, whose stages and microbatches exist; all arrays hold entries of ``columns``.
+    """Message ends in ``columns`` with known stages and microbatches; all arrays hold entries of ``columns``.
 
-    ``key`` is the same number for both ends of a message and for what it carries, NONE where an entry has none.
-    ``peer`` is the rank at the other end, or NONE.
+    ``key``: a number shared by a message's ends and its content, NONE for other entries. ``peer``: the rank at the
+    other end, or NONE.
     """
 
     columns: Columns
@@ -26,7 +26,7 @@ class Messages:
 
     @classmethod
     def of(cls, program: Program) -> "Messages":
-        """The messages of ``program``. Ends of stages or microbatches that do not exist are left out."""
+        """Build the messages of ``program``. Ends with unknown stages or microbatches are left out."""
         schedule, columns = program.schedule, program.columns
         forward = columns.is_kind(Kind.SEND_F, Kind.RECV_F, Kind.WAIT_SEND_F)
         sender = columns.is_kind(*SENDS, *WAITS)
@@ -47,36 +47,36 @@ class Messages:
         )
 
     def first(self, entries: Ints) -> Ints:
-        """For every key, the first of ``entries`` that has it, or NEVER."""
+        """For every key, the first entry, or NEVER."""
         found = np.full(int(self.key.max(initial=NONE)) + 1, NEVER)
         found[self.key[entries[::-1]]] = entries[::-1]
         return found
 
-    def matched_by_name(self) -> tuple[Ints, Ints]:
-        """Sends and the receives of the same message, in the order of the sends."""
+    def match_by_name(self) -> tuple[Ints, Ints]:
+        """Match sends with receives of the same message, in send order."""
         receive = self.first(self.receives)[self.key[self.sends]]
         return self.sends[receive >= 0], receive[receive >= 0]
 
-    def matched_in_order(self) -> tuple[Ints, Ints]:
-        """The k-th send of every channel (from rank, to rank) and its k-th receive, as untagged transports match."""
+    def match_in_order(self) -> tuple[Ints, Ints]:
+        """Match the k-th send of every channel (from rank, to rank) with its k-th receive, like untagged transports."""
         rank, peer = self.columns.rank, self.peer
         sends = self.sends[np.lexsort((self.sends, peer[self.sends], rank[self.sends]))]
         receives = self.receives[np.lexsort((self.receives, rank[self.receives], peer[self.receives]))]
         width = int(max(rank.max(initial=0), peer.max(initial=0))) + 1
-        sent = _counted(rank[sends].astype(np.int64) * width + peer[sends])
-        received = _counted(peer[receives].astype(np.int64) * width + rank[receives])
+        sent = _count(rank[sends].astype(np.int64) * width + peer[sends])
+        received = _count(peer[receives].astype(np.int64) * width + rank[receives])
         _, at, where = np.intersect1d(sent, received, assume_unique=True, return_indices=True)
         return sends[at], receives[where]
 
 
-def _counted(channel: Ints) -> Ints:
-    """Sorted channels as (channel, how many of it came before) in one number."""
+def _count(channel: Ints) -> Ints:
+    """Number sorted channels as (channel, count before) in one integer."""
     _, first, counts = np.unique(channel, return_index=True, return_counts=True)
     return (channel << 32) + np.arange(len(channel)) - np.repeat(first, counts)
 
 
 def consumers(program: Program, messages: Messages) -> Ints:
-    """For every receive, in order, the compute action that uses what it brings, or NEVER."""
+    """For every receive, in order, the compute action that uses its message, or NEVER."""
     return _computing(program, messages.columns.is_kind(Kind.RECV_F))[messages.receives]
 
 
@@ -86,7 +86,7 @@ def producers(program: Program, messages: Messages) -> Ints:
 
 
 def _computing(program: Program, forward: Mask) -> Ints:
-    """For every entry, the first forward (where ``forward``) or backward of its own stage and microbatch, or NEVER."""
+    """For every entry, the first forward (if ``forward``) or backward of its own stage and microbatch, or NEVER."""
     columns, width = program.columns, program.schedule.microbatches
     size = program.schedule.n_stages * width
     known = (columns.stage >= 0) & (columns.stage < program.schedule.n_stages)

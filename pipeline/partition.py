@@ -1,18 +1,18 @@
-"""How layers are cut into stages."""
+"""Splits of layers into stages."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
+from pipeproof.pipeline.sizes import MOST_LAYERS, check_count, some
 
 Fits = Callable[[int, int, int], bool]
 Best = tuple[float, float, tuple[int, ...]]
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as possible, the larger stages first: even(7, 3) is (3, 2, 2)."""
-    counted("layers", layers, most=MOST_LAYERS)
+    """Layers per stage, as even as possible, larger stages first: even(7, 3) is (3, 2, 2)."""
+    check_count("layers", layers, most=MOST_LAYERS)
     if not 1 <= stages <= layers:
         raise ScheduleError(
             f"{some(layers, 'layer')} cannot fill {some(stages, 'stage')}: use 1 to {layers} stages (ranks x virtual), "
@@ -22,20 +22,20 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(size + (stage < larger) for stage in range(stages))
 
 
-def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Layers per stage such that the most expensive stage is as cheap as can be; of several such, the most even one.
+def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Layers per stage with the cheapest most expensive stage; ties go to the most even split.
 
     ``costs`` are the layers' measured times, or their sizes. Exact, by dynamic programming over (stages, layers): the
     linear partition problem, with the sum of squares to choose among equals.
     """
     even(len(costs), stages)  # refuses counts that cannot be
-    found = balanced_within(costs, stages, fits=lambda stage, first, end: True)
+    found = balance_within(costs, stages, fits=lambda stage, first, end: True)
     assert found is not None, "where everything fits there is a split"
     return found
 
 
-def balanced_within(costs: Sequence[float], stages: int, *, fits: Fits) -> tuple[int, ...] | None:
-    """As ``balanced``, among splits of which every stage fits; None where there is none.
+def balance_within(costs: Sequence[float], stages: int, *, fits: Fits) -> tuple[int, ...] | None:
+    """Balance among splits whose stages all fit; None without any.
 
     ``fits(stage, first, end)`` says whether that stage can hold layers first..end-1.
     """
@@ -47,7 +47,7 @@ def balanced_within(costs: Sequence[float], stages: int, *, fits: Fits) -> tuple
         best = [
             min(
                 (
-                    _extended(before, total[k] - total[cut], cut)
+                    _extend(before, total[k] - total[cut], cut)
                     for cut in range(stage, k)
                     if (before := best[cut]) is not None and fits(stage, cut, k)
                 ),
@@ -59,19 +59,19 @@ def balanced_within(costs: Sequence[float], stages: int, *, fits: Fits) -> tuple
     return None if last is None else tuple(later - earlier for earlier, later in pairwise([*last[2], layers]))
 
 
-def _extended(best: Best, cost: float, cut: int) -> Best:
+def _extend(best: Best, cost: float, cut: int) -> Best:
     largest, squares, cuts = best
     return max(largest, cost), squares + cost * cost, (*cuts, cut)
 
 
 def costs_of(sizes: Sequence[int], costs: Sequence[float]) -> tuple[float, ...]:
-    """What each stage of ``sizes`` layers costs."""
+    """Cost of each stage with ``sizes`` layers."""
     ends = [0, *accumulate(sizes)]
     return tuple(sum(costs[start:end]) for start, end in pairwise(ends))
 
 
 def by_sizes(layers: int, stages: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """``sizes`` itself, once checked: one per stage, each at least 1, together all the layers."""
+    """Return ``sizes`` if valid: one per stage, each at least 1, together all layers."""
     text = ",".join(map(str, sizes))
     if len(sizes) != stages:
         raise ScheduleError(
@@ -86,7 +86,7 @@ def by_sizes(layers: int, stages: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_split(text: str, *, layers: int, stages: int) -> tuple[int, ...]:
-    """``even``, or sizes such as ``3,1,2,2``, as layers per stage."""
+    """Parse ``even``, or sizes like ``3,1,2,2``, into layers per stage."""
     if text.strip().lower() == "even":
         return even(layers, stages)
     try:

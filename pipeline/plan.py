@@ -1,8 +1,8 @@
-"""Which schedule for P ranks and M microbatches: every family simulated, those that fit first, the trade in words.
+"""Choose a schedule for P ranks and M microbatches: simulate every family, fitting ones first, the trade in words.
 
 One unit of memory is the activations of one microbatch on an average rank, 1/P of the model; one of its V stages holds
-1/V of that. Times are those of an average rank's layers likewise, so schedules with different V compare. Where the
-layers' activations and weights are given (``Needs.activations``), memory is what those say, in their unit.
+1/V of that. Times are those of an average rank's layers likewise, so schedules with different V compare. With the
+layers' activations and weights (``Needs.activations``), memory is in their unit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pipeproof.pipeline.memory import peaks_of
-from pipeproof.pipeline.partition import balanced, balanced_within, costs_of
+from pipeproof.pipeline.partition import balance, balance_within, costs_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
-from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, counted, measured
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, check_count, check_measure
 from pipeproof.pipeline.timeline import Times, simulate
 
-_SLACK = 1e-9  # what rounding may add to a sum
+_SLACK = 1e-9  # rounding in a sum
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What is asked for.
+    """Requirements for a plan.
 
-    memory: the most that a rank may hold, in units of above; None for any. times: T_F, T_I and T_W. layers: the cost of
-    every layer, if the stages should be balanced by it; empty for stages that are all alike. weight_memory: M_W / M_B.
-    activations: of every layer, what one microbatch leaves there from F to its backward, in bytes or whatever unit
-    ``memory`` is in. weights: of every layer, what stays there: parameters, gradients, the optimizer's state.
+    memory: the most that a rank may hold, in units of above; None for any. times: T_F, T_I and T_W. layers: every
+    layer's cost, to balance stages; empty for equal stages. weight_memory: M_W / M_B. activations: per layer, the
+    memory of one microbatch from F to its backward, in bytes or whatever unit ``memory`` has. weights: per layer, the
+    resident memory: parameters, gradients, the optimizer's state.
     """
 
     ranks: int
@@ -40,13 +40,13 @@ class Needs:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What every layer costs: all the same where only their memory is known."""
+        """Costs by layer: equal if only their memory is known."""
         return self.layers or (1.0,) * len(self.activations)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One schedule. ``fails`` says which constraint it fails; then figures may be missing (makespan 0)."""
+    """One schedule. ``fails``: the constraint it fails; then figures may be missing (makespan 0)."""
 
     name: str
     virtual: int
@@ -60,22 +60,22 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The name, with V where ranks may hold several stages."""
+        """The name, with V if ranks may hold several stages."""
         return f"{self.name} V={self.virtual}" if self.name in LOOPED and self.virtual > 1 else self.name
 
     @property
     def percent(self) -> float:
-        """The global bubble in percent of the makespan."""
+        """Global bubble in percent of the makespan."""
         return 100 * self.global_bubble / self.makespan if self.makespan else 0.0
 
 
 def plan(
     needs: Needs, *, virtual: Sequence[int] = (2, 4), progress: Callable[[str], object] = lambda name: None
 ) -> tuple[Option, ...]:
-    """Every family, and looped ones for each V of ``virtual``: those that fit by makespan, memory, then the others.
+    """Simulate every family, looped ones for each V in ``virtual``: fitting ones by makespan and memory, then the rest.
 
-    ``progress`` is called with each family's name before its turn. Raises ``ScheduleError`` for counts, times or costs
-    that are no such.
+    ``progress`` is called with each family's name before its turn. Raises ``ScheduleError`` for invalid counts, times
+    or costs.
     """
     _check(needs)
     options = []
@@ -86,16 +86,16 @@ def plan(
 
 
 def _check(needs: Needs) -> None:
-    counted("ranks", needs.ranks, most=MOST_RANKS)
-    counted("microbatches", needs.microbatches, most=MOST_MICROBATCHES)
+    check_count("ranks", needs.ranks, most=MOST_RANKS)
+    check_count("microbatches", needs.microbatches, most=MOST_MICROBATCHES)
     memory = () if needs.memory is None else (needs.memory,)
     above = {"times": needs.times, "layers": needs.layers, "activations": needs.activations, "memory": memory}
     for what, values in above.items():
         for value in values:
-            measured(what, value)
+            check_measure(what, value)
     for what, values in {"weights": needs.weights, "weight_memory": (needs.weight_memory,)}.items():
         for value in values:
-            measured(what, value, zero=True)
+            check_measure(what, value, zero=True)
     if needs.weights and not needs.activations:
         raise ScheduleError("weights without activations: give both, in one unit, a number for every layer")
     for what, values in (("activations", needs.activations), ("weights", needs.weights)):
@@ -119,18 +119,18 @@ def _option(name: str, virtual: int, needs: Needs) -> Option:
         splits = tuple(_splits(schedule, needs)) if needs.costs else ((),)
     except ScheduleError as error:
         return Option(name, virtual, fails=str(error))
-    options = [_simulated(schedule, virtual, split, needs) for split in splits]
+    options = [_simulate(schedule, virtual, split, needs) for split in splits]
     return next((option for option in options if not option.fails), options[0])
 
 
 def _splits(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, ...]]:
-    """The split that balances best, and those that do so among the splits that leave each stage in its share of memory.
+    """The best balanced split, and the best among splits that leave each stage in its share of memory.
 
     With one stage on a rank its share is all, and the second split is the best that fits. Several stages share in
-    proportion to the most that each ever holds, first as if they did so together as at equal sizes, then as if all did
-    at once; whether a rank really stays in its memory is for the caller to see.
+    proportion to each one's peak, first as if they peaked together as at equal sizes, then as if all did at once; the
+    caller checks whether a rank really stays in its memory.
     """
-    yield balanced(needs.costs, schedule.n_stages)
+    yield balance(needs.costs, schedule.n_stages)
     if needs.memory is None:
         return
     most = _most_held(schedule, needs.weight_memory)
@@ -138,24 +138,24 @@ def _splits(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, ...]]:
     at_once = [sum(most[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.n_ranks)]
     for held in (together, at_once):
         rooms = [needs.memory * own / held[schedule.placement[stage]] for stage, own in enumerate(most)]
-        found = _within(rooms, most, needs)
+        found = _split_within(rooms, most, needs)
         if found is not None:
             yield found
 
 
-def _within(rooms: Sequence[float], most: Sequence[float], needs: Needs) -> tuple[int, ...] | None:
-    """The split that balances best where stage s may hold ``rooms[s]`` with ``most[s]`` activations at its peak."""
+def _split_within(rooms: Sequence[float], most: Sequence[float], needs: Needs) -> tuple[int, ...] | None:
+    """The best balanced split with stage s holding at most ``rooms[s]``, with ``most[s]`` activations at its peak."""
     activations, weights = ([0.0, *accumulate(sizes)] for sizes in _sizes(needs))
 
     def fits(stage: int, first: int, end: int) -> bool:
         held = most[stage] * (activations[end] - activations[first]) + weights[end] - weights[first]
         return held <= rooms[stage] + _SLACK
 
-    return balanced_within(needs.costs, len(rooms), fits=fits)
+    return balance_within(needs.costs, len(rooms), fits=fits)
 
 
 def _most_held(schedule: Schedule, weight_memory: float) -> list[float]:
-    """The most activations that each stage ever holds by itself."""
+    """Peak activations of each stage alone."""
     columns = schedule.columns
     alone = (columns.take(columns.stage == stage) for stage in range(schedule.n_stages))
     return [max(peak.value for peak in peaks_of(each, weight_memory=weight_memory)) for each in alone]
@@ -168,7 +168,7 @@ def _sizes(needs: Needs) -> tuple[Sequence[float], Sequence[float]]:
     return activations, needs.weights or (0.0,) * len(costs)
 
 
-def _simulated(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: Needs) -> Option:
+def _simulate(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: Needs) -> Option:
     times = held = (1 / virtual,) * schedule.n_stages
     weights = (0.0,) * schedule.n_stages
     if split:
@@ -199,7 +199,7 @@ COLUMNS = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "me
 
 
 def row(option: Option) -> tuple[str, ...]:
-    """An option as text, a cell for each of ``COLUMNS``: the last is the constraint that it fails."""
+    """Format an option, a cell for each of ``COLUMNS``: the last names the constraint it fails."""
     if not option.makespan:
         return (option.label, *["-"] * 7, "", f"fails: {option.fails}")
     low, high = min(option.peaks), max(option.peaks)
@@ -218,7 +218,7 @@ def row(option: Option) -> tuple[str, ...]:
 
 
 def trade(options: Sequence[Option]) -> str:
-    """What the best costs, and what the lighter one with the least memory times time saves, in a sentence or two."""
+    """Compare in words the best option with the lighter one of least memory times time."""
     fitting = [option for option in options if not option.fails]
     if not fitting and not any(option.makespan for option in options):
         least = min(options, key=lambda option: option.virtual)

@@ -1,4 +1,4 @@
-"""Lowering: compute actions to a program with sends and receives; messages with the actions at their ends."""
+"""Lowering: from compute actions to a program with sends and receives; messages with the actions at their ends."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from pipeproof.pipeline.timeline import simulate
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule after lowering: per rank, compute actions with the sends and receives between them.
+    """A schedule after lowering: per rank, compute actions with sends and receives between them.
 
-    A receive's place is where it is posted; it is waited for by the action that consumes it. A send's place is where
-    it is issued; it stays in flight until the step ends.
+    A receive's place is its post; the consuming action waits for it. A send's place is its issue; it stays in flight
+    until the step ends.
     """
 
     schedule: Schedule
@@ -34,16 +34,16 @@ class Program:
 
     @cached_property
     def forward_only(self) -> "Program":
-        """The forwards and their messages alone, in the same order: for evaluation."""
+        """Keep forwards and their messages, in order: for evaluation."""
         keep = self.columns.is_kind(Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
         return Program(self.schedule, self.columns.take(keep))
 
     @cached_property
     def with_waits(self) -> "Program":
-        """The same with a wait for every send: torch 2.15's dialect.
+        """Add a wait for every send: torch 2.15's dialect.
 
-        A sent output is waited for right after the same stage's own backward, which shows that the other side has used
-        it; a sent gradient, for which nothing shows it, at the end.
+        A sent output is awaited right after the same stage's own backward, which proves its use on the other side; a
+        sent gradient, without such a proof, at the end.
         """
         waits = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
         rows = []
@@ -79,7 +79,7 @@ class Program:
 
 
 def program_from_csv(text: str, *, name: str = "csv") -> Program:
-    """Read torch's ``compute_comms`` format, in either dialect; the inverse of ``Program.to_csv``.
+    """Read torch's ``compute_comms`` format, in either dialect; inverts ``Program.to_csv``.
 
     The schedule is its compute actions, read as ``schedule_from_csv`` reads them. Laws are not checked here
     (``pipeproof.pipeline.program_laws``). Raises ``ScheduleError``.
@@ -88,7 +88,7 @@ def program_from_csv(text: str, *, name: str = "csv") -> Program:
 
 
 def program_of(cells: Cells, *, name: str) -> Program:
-    """The program that ``cells`` are, messages among them. Raises ``ScheduleError``."""
+    """Build a program from ``cells`` with messages. Raises ``ScheduleError``."""
     columns = Columns.of(cells.rows)
     compute = columns.is_kind(*COMPUTE)
     before: Ints = np.cumsum(compute) - compute
@@ -100,18 +100,18 @@ def program_of(cells: Cells, *, name: str) -> Program:
 
 
 def read_csv(text: str, *, name: str = "csv") -> Schedule | Program:
-    """A program where there is any message in ``text``, else a schedule. Raises ``ScheduleError``."""
-    return planned(read_cells(text), name=name)
+    """Read a program if ``text`` contains messages, else a schedule. Raises ``ScheduleError``."""
+    return parse_cells(read_cells(text), name=name)
 
 
-def planned(cells: Cells, *, name: str) -> Schedule | Program:
-    """A program where there is any message in ``cells``, else a schedule. Raises ``ScheduleError``."""
+def parse_cells(cells: Cells, *, name: str) -> Schedule | Program:
+    """Build a program if ``cells`` contain messages, else a schedule. Raises ``ScheduleError``."""
     messages = any(action.kind not in COMPUTE for row in cells.rows for action in row)
     return program_of(cells, name=name) if messages else schedule_of(cells, name=name)
 
 
 def lower(schedule: Schedule, *, early: int = 0) -> Program:
-    """Add a send after each action whose product another rank needs, and the receive that pairs with it.
+    """Add a send after each action whose product another rank needs, and the matching receive.
 
     Both ends of a message enter their ranks' lists at one instant of one global order (that of a simulation with unit
     times). Every rank's list is then a restriction of that one order, so no cycle of waits can arise under any
@@ -124,11 +124,11 @@ def lower(schedule: Schedule, *, early: int = 0) -> Program:
     if early < 0:
         raise ScheduleError(f"early is {early}: expected at least 0, for a receive cannot be posted after it is needed")
     columns = _in_global_order(schedule)
-    return Program(schedule, columns.take(_hoisted(columns, early)) if early else columns)
+    return Program(schedule, columns.take(_hoist(columns, early)) if early else columns)
 
 
 def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
-    """The send and the receive that carry ``action``'s product on, and the receiving rank; None if it stays put."""
+    """Send and receive for ``action``'s product, and the receiving rank; None if it stays put."""
     product = product_of(action)
     if product is None:
         return None
@@ -142,9 +142,9 @@ def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int]
 
 
 def _in_global_order(schedule: Schedule) -> Columns:
-    """Compute actions at their starts, messages at the ends of what makes them; at one time, messages come first.
+    """Order compute actions by start, messages by their maker's end; at one time, messages first.
 
-    So a receive is posted before it is needed. Actions that overlap stay together: they start as one and end as one.
+    So a receive is posted before it is needed. Overlapping actions stay together: they start and end as one.
     """
     columns, nodes = schedule.columns, schedule.nodes
     timeline = simulate(schedule)
@@ -168,8 +168,8 @@ def _in_global_order(schedule: Schedule) -> Columns:
     return replace(columns.take(everything[order]), kind=kind[order].astype(columns.kind.dtype))
 
 
-def _hoisted(columns: Columns, early: int) -> Ints:
-    """An order with every receive moved up to just before the ``early``-th compute action above it, or the first."""
+def _hoist(columns: Columns, early: int) -> Ints:
+    """Move every receive up to just before the ``early``-th compute action above it, or the first."""
     places = np.arange(len(columns))
     computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
     for start, end in columns.spans():
@@ -181,7 +181,7 @@ def _hoisted(columns: Columns, early: int) -> Ints:
 
 
 class Delivery(NamedTuple):
-    """What ``maker`` made on rank ``sender`` travels as ``send`` and ``receive`` to ``user`` on rank ``receiver``."""
+    """A product from ``maker`` on rank ``sender``, as ``send`` and ``receive``, to ``user`` on rank ``receiver``."""
 
     maker: Action
     send: Action
@@ -192,7 +192,7 @@ class Delivery(NamedTuple):
 
 
 def deliveries(schedule: Schedule) -> Iterator[Delivery]:
-    """The messages of ``schedule``, which keeps the laws, in the order in which its ranks use them."""
+    """Messages of a lawful ``schedule``, in the order of their use."""
     makers = {product_of(action): action for action in chain.from_iterable(schedule.ranks)}
     for receiver, actions in enumerate(schedule.ranks):
         for user in actions:

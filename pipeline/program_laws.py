@@ -1,4 +1,4 @@
-"""The static laws of a program, one function each: its messages, their order, and that no transport deadlocks."""
+"""Static laws for programs, one function each: messages, their order, and freedom from deadlock."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pipeproof.pipeline.buffers import buffer_peaks
 from pipeproof.pipeline.columns import Columns, Ints
 from pipeproof.pipeline.dataflow import NONE
 from pipeproof.pipeline.deadlock import deadlocks
-from pipeproof.pipeline.laws import LawBroken, Violation, at, misplaced, report
+from pipeproof.pipeline.laws import LawBroken, Violation, at, find_misplaced, report
 from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.messages import Messages, consumers, producers
 from pipeproof.pipeline.program import Program
@@ -20,28 +20,28 @@ ProgramLaw = Callable[[Program], Iterator[Violation]]
 
 
 def placement(program: Program) -> Iterator[Violation]:
-    """Every end of a message is on the rank of its stage, for a stage and a microbatch that exist."""
+    """Every end of a message lies on its stage's rank, for an existing stage and microbatch."""
     columns = program.columns
     ends = ~columns.is_kind(*COMPUTE)
-    yield from misplaced(columns, program.schedule, among=ends)
+    yield from find_misplaced(columns, program.schedule, among=ends)
 
 
 def messages(program: Program) -> Iterator[Violation]:
-    """Between neighbouring stages on two ranks there is one send and one receive each way; elsewhere there is none."""
+    """Neighbouring stages on two ranks exchange one send and one receive each way; others exchange nothing."""
     schedule, found = program.schedule, Messages.of(program)
     columns, size = program.columns, schedule.n_stages * schedule.microbatches
     maker = np.arange(2 * size) % size // max(1, schedule.microbatches)
     taker = maker + np.where(np.arange(2 * size) < size, 1, -1)
     rank = np.array([*schedule.placement, NONE])
     taker = np.where((taker >= 0) & (taker < schedule.n_stages), taker, schedule.n_stages)
-    due = (taker < schedule.n_stages) & (rank[maker] != rank[taker])
+    crosses = (taker < schedule.n_stages) & (rank[maker] != rank[taker])
     for ends, kinds in ((found.sends, (Kind.SEND_F, Kind.SEND_B)), (found.receives, (Kind.RECV_F, Kind.RECV_B))):
         counts = np.bincount(found.key[ends], minlength=2 * size)
-        for key in np.flatnonzero(counts != due).tolist():
+        for key in np.flatnonzero(counts != crosses).tolist():
             stage = int((maker if kinds[0] is Kind.SEND_F else taker)[key])
             name = f"{stage}{kinds[key >= size].value}{key % size % schedule.microbatches}"
             cells = tuple(columns.cell(int(entry)) for entry in ends[found.key[ends] == key])
-            expected = "expected once" if due[key] else "but both stages are on one rank, where nothing is sent"
+            expected = "expected once" if crosses[key] else "but both stages are on one rank, where nothing is sent"
             yield Violation("messages", f"{name} appears {counts[key]} times, {expected}", None, cells)
     yield from _unknown(columns, found)
 
@@ -53,7 +53,7 @@ def _unknown(columns: Columns, found: Messages) -> Iterator[Violation]:
 
 
 def message_order(program: Program) -> Iterator[Violation]:
-    """What is sent is made before, what is received is used after, and each send is waited for once, or none is."""
+    """Sends follow their products, receives precede their uses, and each send has a wait, or no send does."""
     columns, found = program.columns, Messages.of(program)
     yield from _in_order(columns, producers(program, found), found.sends, "comes before what it sends")
     yield from _in_order(columns, found.receives, consumers(program, found), "comes before what it needs")
@@ -68,7 +68,7 @@ def message_order(program: Program) -> Iterator[Violation]:
 
 
 def _in_order(columns: Columns, first: Ints, second: Ints, words: str) -> Iterator[Violation]:
-    """Complaints where an entry of ``second`` is before that of ``first`` on the same rank; NEVER stands for none."""
+    """Complaints about entries of ``second`` before ``first`` on the same rank; NEVER stands for none."""
     wrong = (first >= 0) & (second >= 0) & (first > second)
     wrong[wrong] = columns.rank[first[wrong]] == columns.rank[second[wrong]]
     for one, other in zip(first[wrong].tolist(), second[wrong].tolist(), strict=True):
@@ -78,9 +78,9 @@ def _in_order(columns: Columns, first: Ints, second: Ints, words: str) -> Iterat
 
 
 def channel_order(program: Program) -> Iterator[Violation]:
-    """The k-th send from one rank to another is the k-th receive there: else data lands where other data belongs."""
+    """The k-th send between two ranks meets its own receive: else data lands in another's place."""
     columns, found = program.columns, Messages.of(program)
-    sends, receives = found.matched_in_order()
+    sends, receives = found.match_in_order()
     crossed = np.flatnonzero(found.key[sends] != found.key[receives])
     channel = np.stack([columns.rank[sends[crossed]], columns.rank[receives[crossed]]])
     _, first = np.unique(channel, axis=1, return_index=True)
@@ -94,7 +94,7 @@ def channel_order(program: Program) -> Iterator[Violation]:
 
 
 def no_deadlock(*transports: Transport) -> ProgramLaw:
-    """The law that the program does not deadlock under ``transports``: a shortest cycle of waits under each."""
+    """Build the law against deadlock under ``transports``: it shows a shortest cycle of waits for each."""
 
     def deadlock(program: Program) -> Iterator[Violation]:
         for transport, cycle in deadlocks(program).items():
@@ -105,8 +105,8 @@ def no_deadlock(*transports: Transport) -> ProgramLaw:
     return deadlock
 
 
-def within_buffers(limit: int) -> ProgramLaw:
-    """The law that no rank ever keeps more than ``limit`` receive buffers, nor of any other kind of buffer."""
+def buffer_law(limit: int) -> ProgramLaw:
+    """Build the law that no rank ever keeps more than ``limit`` buffers in any category."""
 
     def buffers(program: Program) -> Iterator[Violation]:
         for what, peaks in buffer_peaks(program).items():
@@ -124,29 +124,29 @@ LAWS: tuple[ProgramLaw, ...] = (*ANYWHERE, no_deadlock(*Transport))
 
 
 def runnable(*, in_order: bool) -> tuple[ProgramLaw, ...]:
-    """The laws of a program that is to run: it may not deadlock where its messages really go.
+    """Laws for a program to run: no deadlock on its real transport.
 
-    ``in_order`` says that messages run in the order in which they are posted, as NCCL's do: then each may hold up its
-    rank. Else they are matched by name, any number in flight.
+    ``in_order``: messages run in posting order, as NCCL's do: then each may hold up its rank. Else they match by name,
+    any number in flight.
     """
     return (*ANYWHERE, no_deadlock(Transport.STRICT if in_order else Transport.UNLIMITED))
 
 
 def violations(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> tuple[Violation, ...]:
-    """Every violation of the laws of its schedule, then of ``laws``; cells are those of the program."""
+    """All violations: of its schedule's laws, then of ``laws``; cells refer to the program."""
     inner = of_schedule(program.schedule)
     bounds, computes = program.columns.bounds, np.flatnonzero(program.columns.is_kind(*COMPUTE))
     starts = program.schedule.columns.bounds
 
-    def moved(violation: Violation) -> Violation:
+    def move(violation: Violation) -> Violation:
         cells = ((rank, int(computes[starts[rank] + slot] - bounds[rank])) for rank, slot in violation.cells)
         return replace(violation, cells=tuple(cells))
 
-    return (*map(moved, inner), *(violation for law in laws for violation in law(program)))
+    return (*map(move, inner), *(violation for law in laws for violation in law(program)))
 
 
 def check(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> Program:
-    """``program`` itself if it keeps every law; else ``LawBroken`` that lists all violations, grouped by law."""
+    """Return ``program`` if lawful; else raise ``LawBroken`` with all violations, grouped by law."""
     found = violations(program, laws=laws)
     if found:
         raise LawBroken(report(program.schedule.name, found, program.ranks))

@@ -1,8 +1,8 @@
-"""What ran, read from traces in Chrome's format: those of torch's profiler, a file for each rank, or one of our own.
+"""Read executed schedules from traces in Chrome's format: torch's profiler, a file for each rank, or our own.
 
 torch's runtime of several stages a rank (``_PipelineScheduleRuntime``) marks each action that it runs, reductions among
-them, as ``PP:0F0``. Steps are told apart by the profiler's marks, ``ProfilerStep#3``. Without them, where each action
-is there equally often, by that. Ours are what ``show --run --trace`` writes, a thread for each rank.
+them, as ``PP:0F0``. The profiler's marks, ``ProfilerStep#3``, separate steps; without them, equal counts of each action
+do. Ours come from ``show --run --trace``, a thread for each rank.
 """
 
 import json
@@ -16,9 +16,9 @@ from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.cells import Cells, cells_of
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.mesh import Groups
-from pipeproof.pipeline.program import Program, planned
+from pipeproof.pipeline.program import Program, parse_cells
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.sizes import shortened
+from pipeproof.pipeline.sizes import shorten
 
 _MARK, _STEP = "PP:", "ProfilerStep#"
 _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that show --run --trace writes"
@@ -32,15 +32,15 @@ Row = list[tuple[str, str]]  # of a rank, the step and the text of each action, 
 
 
 def is_trace(name: str | Path) -> bool:
-    """Whether ``name`` means a trace, not a schedule."""
+    """True if ``name`` means a trace, not a schedule."""
     return Path(name).suffix.lower() == ".json"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """The steps that traces tell of, those that ran alike once, and of how many ranks.
+    """Steps found in traces, equal ones once, and the number of ranks.
 
-    ``groups``: by the name of an axis, the groups that a job made along it, as ``init_device_mesh`` names them.
+    ``groups``: by axis name, a job's groups along it, as ``init_device_mesh`` names them.
     """
 
     steps: Sequence[Schedule | Program]
@@ -49,10 +49,10 @@ class Ran:
 
 
 def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> Ran:
-    """What the files at ``paths`` tell of, one for each rank, or all ranks in one.
+    """Read the files at ``paths``, one for each rank, or all ranks in one.
 
-    ``pipelines``: the ranks of each, where there are several; else all ranks are of one. Raises ``ScheduleError`` for
-    what tells no whole pipeline.
+    ``pipelines``: ranks of each, if several; else all ranks form one. Raises ``ScheduleError`` for an incomplete
+    pipeline.
     """
     rows: dict[int, Row] = {}
     groups: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
@@ -71,37 +71,37 @@ def read_traces(paths: Sequence[str], *, pipelines: Groups = ()) -> Ran:
         for ranks in whole:
             for step, lines in _steps([rows[rank] for rank in ranks]).items():
                 alike[_whole(cells_of(lines), ranks)].setdefault(", ".join(map(str, ranks)), []).append(step)
-        steps = [planned(one, name=f"{name}{_named(of, len(whole) > 1)}") for one, of in alike.items()]
+        steps = [parse_cells(one, name=f"{name}{_describe_steps(of, len(whole) > 1)}") for one, of in alike.items()]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from None
     return Ran(steps, len(rows), {axis: tuple(found) for axis, found in groups.items()})
 
 
 def _pipelines(rows: Mapping[int, Row], pipelines: Groups) -> Groups:
-    """The ranks of each pipeline that files tell of."""
+    """Ranks of each pipeline in the files."""
     if not pipelines or len(rows) <= len(pipelines[0]):
         return (tuple(sorted(rows)),)
     for group in pipelines:
-        told = [rank for rank in group if rank in rows]
-        if lost := [rank for rank in group if rank not in rows] if told else []:
-            raise ScheduleError(f"rank {lost[0]} has no trace, but rank {told[0]} of its pipeline has: give both")
+        traced = [rank for rank in group if rank in rows]
+        if lost := [rank for rank in group if rank not in rows] if traced else []:
+            raise ScheduleError(f"rank {lost[0]} has no trace, but rank {traced[0]} of its pipeline has: give both")
     if strange := sorted({*rows} - {rank for group in pipelines for rank in group}):
         raise ScheduleError(f"a trace is of rank {strange[0]}, which the mesh does not have: give it all axes")
     return tuple(group for group in pipelines if group[0] in rows)
 
 
-def _named(steps: Mapping[str, Sequence[str]], several: bool) -> str:
-    """Which steps, of which pipelines; nothing where there is one alone."""
-    told = []
+def _describe_steps(steps: Mapping[str, Sequence[str]], several: bool) -> str:
+    """Name steps and pipelines; nothing for a single one."""
+    texts = []
     for ranks, of in steps.items():
         step = f"step{'s' * (len(of) > 1)} {', '.join(of)}" if of != [""] else ""
-        told.append(" ".join(filter(None, (f"ranks {ranks}" if several else "", step))))
-    every = "; ".join(filter(None, told))
-    return (", " if every else "") + shortened(every)
+        texts.append(" ".join(filter(None, (f"ranks {ranks}" if several else "", step))))
+    every = "; ".join(filter(None, texts))
+    return (", " if every else "") + shorten(every)
 
 
 def _groups(data: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The groups of a mesh that torch's profiler notes, each with its axis; those of another form are left out."""
+    """Mesh groups noted by torch's profiler, each with its axis; other groups are skipped."""
     said = data.get("distributedInfo")
     configs = said.get("pg_config") if isinstance(said, dict) else None
     for one in configs if isinstance(configs, list) else ():
@@ -112,7 +112,7 @@ def _groups(data: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _rows(path: str, data: Mapping[str, Any], known: int) -> Iterator[tuple[int, Row]]:
-    """The ranks that a file tells of."""
+    """Ranks and rows in a file."""
     events = data.get("traceEvents")
     if not isinstance(events, list):
         raise ScheduleError(f"{path} has no traceEvents: expected {_WANTED}")
@@ -131,7 +131,7 @@ def _rows(path: str, data: Mapping[str, Any], known: int) -> Iterator[tuple[int,
 
 
 def _of_torch(data: Mapping[str, Any], slices: Sequence[Event], known: int) -> Iterator[tuple[int, Row]]:
-    """One rank's actions, each with the profiler's step in which it began; what is outside of all steps is left out."""
+    """One rank's actions, each with its profiler step; actions outside all steps are left out."""
     said = [event for event in slices if event.get("cat") == "user_annotation"]  # a GPU's own have another category
     marks = [(*_time(one), one["name"][len(_STEP) :]) for one in said if _is(one, _STEP)]
     row: Row = []
@@ -145,12 +145,12 @@ def _of_torch(data: Mapping[str, Any], slices: Sequence[Event], known: int) -> I
 
 
 def _in_time(events: Iterable[Event]) -> list[Event]:
-    """``events`` in the order in which they began: in a file they may lie in any. Those of one time are as they lie."""
+    """Sort ``events`` by start; ties keep file order."""
     return sorted(events, key=lambda event: _time(event)[0])
 
 
 def _time(event: Event) -> tuple[float, float]:
-    """When an event began, and how long it lasted, in microseconds."""
+    """An event's start and duration, in microseconds."""
     for part, least in (("ts", -_LATEST), ("dur", 0)):
         found = event.get(part)
         if not isinstance(found, int | float) or isinstance(found, bool) or not least <= found <= _LATEST:
@@ -164,7 +164,7 @@ def _is(event: Event, mark: str) -> bool:
 
 
 def _of_ours(events: Sequence[Event], slices: Sequence[Event]) -> Iterator[tuple[int, Row]]:
-    """Each rank's actions in what was measured."""
+    """Each rank's actions in a measured trace."""
     measured = {
         event["pid"]
         for event in events
@@ -190,7 +190,7 @@ def _steps(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
 
 
 def _whole(cells: Cells, ranks: Sequence[int]) -> Cells:
-    """``cells`` themselves, if each stage is of one rank, and each message's other end of a stage that a rank has."""
+    """Return ``cells`` if each stage has one rank, and each message's other end a known stage."""
     has: dict[int, int] = {}
     for rank, row in zip(ranks, cells.rows, strict=True):
         for stage in {action.stage for action in row}:
@@ -199,8 +199,8 @@ def _whole(cells: Cells, ranks: Sequence[int]) -> Cells:
                 raise ScheduleError(f"ranks {other} and {rank} both have stage {stage}: {cure}")
     for action in (action for row in cells.rows for action in row):
         if (stage := _other_end(action)) not in has:
-            told = f"{action} meets stage {stage}, of which no trace tells"
-            raise ScheduleError(f"{told}: give those of all ranks of the pipeline")
+            text = f"{action} meets stage {stage}, of which no trace tells"
+            raise ScheduleError(f"{text}: give those of all ranks of the pipeline")
     return cells
 
 

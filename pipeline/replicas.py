@@ -1,9 +1,9 @@
-"""Stages that have replicas on other ranks: their gradients are reduced once in a step, not in every backward.
+"""Stages with replicas on other ranks: gradients are reduced once in a step, not in every backward.
 
 Several microbatches are under way at a time, and a schedule may split a backward; neither DDP's reducer nor the hooks
-of ``fully_shard`` can count on one backward after every forward. So DDP is told not to reduce at all, and its mean is
-formed after the last backward. ``fully_shard`` reduces in hooks of its own, which only a whole backward runs: it is
-told to do so in the step's last one.
+of ``fully_shard`` can count on one backward after every forward. So DDP must not reduce at all, and its mean is formed
+after the last backward. ``fully_shard`` reduces in hooks of its own, which only a whole backward runs: it does so in
+the step's last one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _NOT_SPLIT = "the hooks of fully_shard reduce gradients in whole backwards only"
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A module that was given to ``fully_shard``, which need not be imported to know it."""
+    """A module after ``fully_shard``, recognised without its import."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
@@ -31,9 +31,9 @@ class Sharded(Protocol):
 
 
 class ShardedStage(ModuleStage):
-    """A stage whose module was given to ``fully_shard``: the last of a run's backwards reduces its gradients.
+    """A stage with a ``fully_shard`` module: the last backward in a run reduces its gradients.
 
-    A split backward is done as a whole by its first half; ``undeferred`` says so.
+    Its first half does all of a split backward; ``undeferred`` says so.
     """
 
     def __init__(self, module: nn.Module, index: int, *, microbatches: int) -> None:
@@ -57,11 +57,11 @@ class ShardedStage(ModuleStage):
         return self.backward(microbatch, gradients)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Done by the first half."""
+        """Do nothing: the first half did it."""
 
 
 class ReplicatedStage(ModuleStage):
-    """A stage whose module is in DDP, which prepares to reduce in every forward that it is not told to do without."""
+    """A stage with a module in DDP: each forward runs without preparing a reduction."""
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         assert isinstance(self.module, DistributedDataParallel), "made for modules that are"
@@ -70,7 +70,7 @@ class ReplicatedStage(ModuleStage):
 
 
 class ReplicatedGradients:
-    """Gradient work that first takes the mean over the replicas of every stage that is in DDP, as DDP would."""
+    """Gradient work after a mean over replicas for every stage in DDP, as DDP forms it."""
 
     def __init__(self, inner: GradientWork, modules: Sequence[DistributedDataParallel]) -> None:
         self._inner = inner
@@ -89,7 +89,7 @@ class ReplicatedGradients:
 
 
 def stage_of(module: nn.Module, index: int, *, splits: bool, microbatches: int) -> ModuleStage:
-    """The stage that ``module`` needs, by what is around it."""
+    """Build the stage for ``module``, by its wrapper."""
     if isinstance(module, Sharded):
         return ShardedStage(module, index, microbatches=microbatches)
     if isinstance(module, DistributedDataParallel):
@@ -98,15 +98,15 @@ def stage_of(module: nn.Module, index: int, *, splits: bool, microbatches: int) 
 
 
 def with_replicas(inner: GradientWork, modules: Sequence[nn.Module]) -> GradientWork:
-    """``inner``, after the mean over replicas where any of ``modules`` is in DDP."""
+    """Wrap ``inner`` with a mean over replicas, if any of ``modules`` uses DDP."""
     replicated = [module for module in modules if isinstance(module, DistributedDataParallel)]
     return ReplicatedGradients(inner, replicated) if replicated else inner
 
 
 def _take_mean(module: DistributedDataParallel) -> None:
-    """A parameter that some replicas have no gradient for gets one there; one that none has stays without."""
+    """Average gradients. A parameter without a gradient on some replicas gets one there; without any, none."""
     group = module.process_group
-    parameters = list(_reduced(module))
+    parameters = list(_trainable(module))
     present = torch.tensor([float(p.grad is not None) for p in parameters], device=module.device)
     dist.all_reduce(present, group=group)
     for parameter, count in zip(parameters, present.tolist(), strict=True):
@@ -115,7 +115,7 @@ def _take_mean(module: DistributedDataParallel) -> None:
             parameter.grad = _mean(gradient, group)
 
 
-def _reduced(module: DistributedDataParallel) -> Iterator[nn.Parameter]:
+def _trainable(module: DistributedDataParallel) -> Iterator[nn.Parameter]:
     ignored = module.parameters_to_ignore
     return (p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
 

@@ -15,26 +15,26 @@ from pipeproof.pipeline.transport import Transport
 
 
 class Microbatch(NamedTuple):
-    """One microbatch: what the first stage takes, and what the loss compares the last stage's output with."""
+    """One microbatch: the first stage's inputs, and the loss's target."""
 
     inputs: Tensors
     target: object
 
 
 class Objective(NamedTuple):
-    """How losses are formed: ``loss_fn``, and the number that each microbatch's loss is divided by."""
+    """Formation of losses: ``loss_fn``, and each microbatch loss's divisor."""
 
     loss_fn: LossFn
     divisor: float
 
 
 # An action, when it began and ended (``perf_counter``, in seconds), and how long of that, at first, it waited for its
-# message. A plain tuple, for one is made per action of every step; ``trace.Span`` is what others see.
+# message. A plain tuple, for one is made per action of every step; ``trace.Span`` is the public form.
 OwnSpan = tuple[Action, float, float, float]
 
 
 class Run(NamedTuple):
-    """What one pass over the program gave on this rank."""
+    """Results from a pass over the program on this rank."""
 
     losses: Mapping[int, Tensor]  # by microbatch, undivided; empty unless the last stage is here
     spans: Sequence[OwnSpan]  # every action, in the order in which they ran
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Runtime:
-    """Executes one rank's part of a program. Kept over steps; holds no state of a step between them."""
+    """Executes a rank's part in a program. Kept over steps; holds no state of a step between them."""
 
     def __init__(self, program: Program, stages: Sequence[Stage], transport: Transport) -> None:
         self._program = program
@@ -53,7 +53,7 @@ class Runtime:
         self._links = Links(transport, program.schedule.placement)
 
     def run(self, microbatches: Sequence[Microbatch], objective: Objective, *, forward_only: bool = False) -> Run:
-        """One pass: gradients are added to the parameters'. With ``forward_only``, call it under ``no_grad``."""
+        """Run one pass: gradients are added to the parameters'. With ``forward_only``, call it under ``no_grad``."""
         for stage in self._stages.values():
             stage.begin()
         self._links.begin([signature(microbatch.inputs) for microbatch in microbatches])
@@ -62,7 +62,7 @@ class Runtime:
 
 
 class _Pass:
-    """One pass over the program, and what is on its way between stages meanwhile."""
+    """One pass over the program, with its tensors between stages."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Pass:
         self._links = links
         self._microbatches = microbatches
         self._objective = objective
-        # What stages here made and nobody took yet, by (stage that made it, microbatch).
+        # Products of stages here not taken yet, by (stage that made it, microbatch).
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._input_gradients: dict[tuple[int, int], Gradients] = {}
         self._began = 0.0  # the action that runs
@@ -167,4 +167,4 @@ class _Pass:
 
 
 def _keep(action: Action) -> None:
-    """A wait for a send: the buffer is kept until the step ends, so it may always be met there."""
+    """Do nothing for a wait: the buffer lasts until the step ends."""

@@ -1,4 +1,4 @@
-"""A schedule: the compute actions of every rank, in order, as a frozen value."""
+"""A schedule: compute actions of every rank, in order, as a frozen value."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from pipeproof.pipeline.sizes import some
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order; sends and receives are added by ``pipeproof.pipeline.program``.
+    """Each rank's computation, in order; ``pipeproof.pipeline.program`` adds sends and receives.
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
-    ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both
-    start when both can, and what they make leaves when both have ended (torch's ``OVERLAP_F_B``). ``shard_actions`` are
-    when stages' parameters are gathered and their gradients reduced, where that is a part of the schedule: those of a
-    rank in their order. Our runtime does not run them.
+    ``overlaps``: (rank, slot) of forwards that run together with the backward after them, as one action: both start
+    when both can, and their products leave when both have ended (torch's ``OVERLAP_F_B``). ``shard_actions``: when
+    stages' parameters are gathered and their gradients reduced, if the schedule says so, in each rank's order. Our
+    runtime does not run them.
     """
 
     name: str
@@ -47,19 +47,19 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Columns:
-        """``ranks`` as arrays."""
+        """Convert ``ranks`` to arrays."""
         return Columns.of(self.ranks)
 
     @cached_property
     def nodes(self) -> Ints:
-        """For every entry of ``columns`` itself, or the entry before it that it runs together with."""
+        """For every entry of ``columns``, itself, or the entry before it if they overlap."""
         nodes = np.arange(len(self.columns))
         for rank, slot in self.overlaps:
             nodes[self.columns.bounds[rank] + slot + 1] -= 1
         return nodes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, in ascending order."""
+        """Stages on ``rank``, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def to_csv(self) -> str:
@@ -74,16 +74,16 @@ class Schedule:
 def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read torch's ``compute_only`` format: a row per rank, an action per cell, blank cells for idle slots.
 
-    Stages, microbatches and placement are read off the cells. Laws are not checked here (``check`` does), except what
-    is needed to name them: every cell an action, something in every row, every stage on one rank, stages 0..S-1
-    and microbatches 0..M-1 all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
+    Stages, microbatches and placement come from the cells. Laws are not checked here (``check`` does), except for the
+    naming: every cell an action, something in every row, every stage on one rank, stages 0..S-1 and microbatches 0..M-1
+    all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
     cells = read_cells(text)
     return schedule_of(cells, name=name)
 
 
 def schedule_of(cells: Cells, *, name: str) -> Schedule:
-    """The schedule of compute actions, with placement and microbatches read off them. Raises ``ScheduleError``."""
+    """Build a schedule from compute actions, with their placement and microbatches. Raises ``ScheduleError``."""
     microbatches = _count({action.microbatch for row in cells.rows for action in row}, "microbatch")
     placement = _placement_of(cells.rows)
     return Schedule(name, microbatches, placement, cells.rows, cells.overlaps, cells.shard_actions)
@@ -101,7 +101,7 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def _count(numbers: Collection[int], what: str) -> int:
-    """How many ``numbers`` there are; raises unless they are 0, 1, 2 and so on without a gap."""
+    """Count ``numbers``; raise unless they run 0, 1, 2 and so on without a gap."""
     missing = next((number for number in range(len(numbers)) if number not in numbers), None)
     if missing is not None:
         raise ScheduleError(f"no row has an action of {what} {missing}, but one has of {what} {max(numbers)}")

@@ -1,4 +1,4 @@
-"""Bounds of what is asked for: far above any use, and low enough that what is allowed ends and fits in memory."""
+"""Bounds for requests: far above any use, and low enough to end and fit in memory."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ MOST_MICROBATCHES = 1 << 16
 MOST_ACTIONS = 1 << 24  # P = M = 1024 takes three quarters of that with V = 4 and backwards in two parts
 MOST_LAYERS = 1 << 12
 MOST_PROCESSES = 1 << 8  # ranks that really run
-MOST_SEED = (1 << 32) - 1  # what is computed from a seed stays below torch's 2**64
+MOST_SEED = (1 << 32) - 1  # numbers computed from a seed stay below torch's 2**64
 LONGEST = 80  # characters of a text that is shown in a line
 SHOWN = 5  # things that are listed, before the rest is counted
 _LARGEST = 1e15  # a number: sums over all actions stay finite, and exact to a few digits
 
 
-def counted(what: str, value: int, *, least: int = 1, most: int) -> int:
-    """``value`` itself, once it is known to be within bounds. Raises ``ScheduleError``."""
+def check_count(what: str, value: int, *, least: int = 1, most: int) -> int:
+    """Return ``value`` if within bounds. Raises ``ScheduleError``."""
     if value < least:
         raise ScheduleError(f"{what} is {value}: expected at least {least}")
     if value > most:
@@ -24,20 +24,20 @@ def counted(what: str, value: int, *, least: int = 1, most: int) -> int:
     return value
 
 
-def measured(what: str, value: float, *, zero: bool = False) -> float:
-    """``value`` itself, once it is known to be finite and above 0, or 0 where ``zero`` is allowed."""
+def check_measure(what: str, value: float, *, zero: bool = False) -> float:
+    """Return ``value`` if finite and above 0, or 0 with ``zero``."""
     if not is_number(value, zero=zero):
         raise ScheduleError(f"{what} is {value:g}: expected {number_wanted(zero=zero)}")
     return value
 
 
 def is_number(value: float, *, zero: bool) -> bool:
-    """Whether a time, a cost or a size of memory can have this value; nan is within no bounds."""
+    """True for a valid time, cost or size of memory; nan fails."""
     return 0 <= value <= _LARGEST and (zero or value > 0)
 
 
 def number_wanted(*, zero: bool) -> str:
-    """What ``is_number`` wants, in words."""
+    """Describe valid values for ``is_number``."""
     return f"a number {'of at least 0' if zero else 'above 0'}, and at most {_LARGEST:g}"
 
 
@@ -47,22 +47,22 @@ def some(count: int, what: str) -> str:
 
 
 def digits(value: float, many: int = 4) -> str:
-    """``1.25``, ``-0.333``: ``many`` digits, and more where a factor that is not 1 would be told as 1."""
-    told = f"{value:.{many}g}"
-    return told if told != "1" or value == 1 else f"{value:.6g}"
+    """Format ``value`` with ``many`` digits, and more if a factor other than 1 would read as 1."""
+    text = f"{value:.{many}g}"
+    return text if text != "1" or value == 1 else f"{value:.6g}"
 
 
 def first_few(things: Sequence[object], separator: str = ", ") -> str:
-    """The first few of ``things``, and how many more there are: ``a, b, and 3 more``."""
+    """List the first few ``things``, and count the rest: ``a, b, and 3 more``."""
     more = [f"and {len(things) - SHOWN} more"] if len(things) > SHOWN else []
     return separator.join([*map(str, things[:SHOWN]), *more])
 
 
-def shortened(text: str, width: int | None = LONGEST) -> str:
-    """``text``, cut where it is too long; a width of None is that of a file."""
+def shorten(text: str, width: int | None = LONGEST) -> str:
+    """Cut ``text`` if too long; a width of None means a file."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
 def three_digits(value: float) -> str:
-    """``1,234``, ``27.5``, ``0.0123``: three digits, and all those before the point."""
+    """Format ``1,234``, ``27.5``, ``0.0123``: three digits, and all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

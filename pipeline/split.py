@@ -1,18 +1,18 @@
-"""Splitting a backward in two: the inputs' gradients first, the weights' later, nothing computed twice.
+"""Split a backward in two: the inputs' gradients first, the weights' later, nothing computed twice.
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) hand the input gradient on before the weights' is computed. Autograd
 has no such cut, so the graph of one microbatch is cut here:
 
 - In the forward, every use of a parameter in a torch call gets a node of its own, a view (``NamedUses``). A weight that
   is used twice on a path is then two leaves, and the engine can be asked for one without walking on to the other.
-- ``input`` runs the engine towards the stage's inputs alone. Where a node on the way leads to weights too, what arrives
-  at it is kept. Then the activations that only the way to the inputs needed are let go.
+- ``input`` runs the engine towards the stage's inputs alone. A node on the way that leads to weights too keeps its
+  incoming gradient. Then activations that only the way to the inputs needed are freed.
 - ``weight`` runs the engine one node long from each of those to its weights, and adds all shares to the parameters in
   one backward: sums are formed in the same order as in a full backward, and hooks fire as often.
 
 Some nodes cannot do half of their work: a Python ``autograd.Function`` computes all its gradients at once, and a
-checkpointed region would be recomputed. What they give to weights is computed with the inputs' gradients, kept, and
-added by ``weight`` all the same; ``undeferred`` says which and why. Where not even that is possible ``input`` does the
+checkpointed region would be recomputed. Their shares for weights are computed with the inputs' gradients, kept, and
+added by ``weight`` all the same; ``undeferred`` says which and why. If not even that is possible ``input`` does the
 full backward, and says so too.
 """
 
@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 
 from pipeproof.pipeline.boundary import Gradients, Tensors
 
-Shares = list[tuple[GradientEdge, Tensor]]  # what is still to be added, and where in the graph it goes on from
+Shares = list[tuple[GradientEdge, Tensor]]  # tensors still to be added, and their places in the graph
 
 
 class NamedUses(TorchFunctionMode):
-    """While active, torch calls get views of the trainable parameters among their arguments. ``views``: their nodes."""
+    """While active, torch calls get views of trainable parameters as arguments. ``views``: their nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class NamedUses(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: object, *rest: Any) -> Any:
         # torch calls this with the function's arguments and, if there are any, its keyword arguments.
         args, kwargs = (*rest, (), {})[:2]
-        return func(*map(self._named, args), **{name: self._named(value) for name, value in (kwargs or {}).items()})
+        return func(*map(self._name, args), **{name: self._name(value) for name, value in (kwargs or {}).items()})
 
-    def _named(self, value: Any) -> Any:
+    def _name(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
             with torch._C.DisableTorchFunction():
                 view = value.view_as(value)
@@ -52,12 +52,12 @@ class NamedUses(TorchFunctionMode):
             self.views.add(view.grad_fn)
             return view
         if isinstance(value, list | tuple) and any(isinstance(member, nn.Parameter) for member in value):
-            return type(value)(map(self._named, value))
+            return type(value)(map(self._name, value))
         return value
 
 
 class SplitBackward:
-    """The backward of one microbatch through one stage: call ``input``, then ``weight``, each once."""
+    """A microbatch's backward through a stage: call ``input``, then ``weight``, each once."""
 
     def __init__(self, inputs: Tensors, outputs: Tensors, views: set[Node]) -> None:
         self._inputs = inputs
@@ -69,7 +69,7 @@ class SplitBackward:
         self.undeferred: tuple[str, ...] = ()
 
     def input(self, gradients: Gradients) -> Gradients:
-        """A gradient or None per input. ``gradients``: one per output; the parameters' are left as they are."""
+        """Compute a gradient or None per input. ``gradients``: one per output; the parameters' stay unchanged."""
         given = [
             (get_gradient_edge(output), grad)
             for output, grad in zip(self._outputs, gradients, strict=True)
@@ -98,15 +98,17 @@ class SplitBackward:
             torch.autograd.backward([edge for edge, _ in shares], [self._own(grad) for _, grad in shares])
 
     def _own(self, grad: Tensor) -> Tensor:
-        """``grad`` in a storage that nobody else has: later shares are added in place, and ``x + w`` gives one gradient
-        to both, of which x's may not have been read yet."""
+        """Return ``grad`` in an exclusive storage.
+
+        Later shares are added in place, and ``x + w`` gives both one gradient, which x's reader may still need.
+        """
         place = _storage(grad)
         shared = place in self._held
         self._held.add(place)
         return grad.clone() if shared else grad
 
     def _towards(self, ends: Sequence[GradientEdge], given: Shares, graph: "_Graph") -> Sequence[Tensor | None]:
-        """Run the engine from what is ``given`` to ``ends``; keep what the weights will need, let the rest go."""
+        """Run the engine from ``given`` to ``ends``; keep gradients for the weights, free the rest."""
         self._shares = [(edge, grad) for edge, grad in given if edge.node not in graph.on_the_way]
         roots = [(edge, grad) for edge, grad in given if edge.node in graph.on_the_way]
         if not roots:
@@ -128,13 +130,13 @@ class SplitBackward:
 
 
 def _storage(grad: Tensor) -> int:
-    """Where its numbers are; those of a DTensor are this rank's part."""
+    """Get the storage address; for a DTensor, this rank's part."""
     local = getattr(grad, "to_local", None)
     return (grad if local is None else local()).untyped_storage().data_ptr()
 
 
 class _Deferred:
-    """A node on the way to the inputs whose weights wait: what arrived at it, and the uses of weights it leads to."""
+    """A node on the way to the inputs with waiting weights: its incoming gradient, and uses of weights behind it."""
 
     def __init__(self, node: Node, uses: Sequence[Node]) -> None:
         self.node = node
@@ -145,7 +147,7 @@ class _Deferred:
         self._arrived = arrived
 
     def shares(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """The share of each use, by the engine. A use has one node that leads to it, so nothing else is run."""
+        """Compute the share of each use by the engine. A use has one node that leads to it, so nothing else is run."""
         given = [(GradientEdge(self.node, k), grad) for k, grad in enumerate(self._arrived) if grad is not None]
         if given:
             edges = [GradientEdge(use, 0) for use in self.uses]
@@ -163,7 +165,7 @@ class _Branch:
 
 
 class _Graph:
-    """The nodes between a stage's outputs and its inputs and parameters, and what lies behind each."""
+    """Nodes between a stage's outputs and its inputs and parameters, with everything behind each."""
 
     def __init__(self, roots: Sequence[Node], ends: set[Node], views: set[Node]) -> None:
         self._views = views
@@ -193,7 +195,7 @@ class _Graph:
         self.whole = self._why_whole(raw & named)
 
     def _why_whole(self, both: set[Node]) -> str:
-        """Why the backward cannot be cut at all; empty if it can."""
+        """Say why the backward cannot be cut at all; empty if it can."""
         if both:
             return "a parameter is used both in torch calls and inside an autograd.Function"
         if any("CheckpointFunction" in node.name() for node in self.on_the_way):
@@ -201,7 +203,7 @@ class _Graph:
         return ""
 
     def plan(self) -> tuple[list[_Deferred], list[GradientEdge], tuple[str, ...]]:
-        """The nodes whose weights wait; the edges whose gradients are computed with the inputs'; and why those."""
+        """Nodes with waiting weights; edges with gradients computed beside the inputs'; and the reasons."""
         owners: dict[Node, set[Node]] = {}
         for branch in self._branches:
             for use in branch.uses:
@@ -225,16 +227,16 @@ class _Graph:
             return "an autograd.Function computes all its gradients at once"
         if not branch.uses <= self._views:
             return "a parameter is used where no torch call shows it"
-        if any(_packed(saved) for saved in _saved(branch.node)):
+        if any(_is_packed(saved) for saved in _list_saved(branch.node)):
             return "its activations are recomputed, or kept elsewhere by hooks"
         return ""
 
     def let_go(self, *, keep: set[Node]) -> None:
-        """Drop the activations of the nodes on the way, but for those in ``keep``."""
+        """Free activations of nodes on the way, except ``keep``."""
         for node in self.on_the_way - keep:
-            for saved in _saved(node):
-                if not _packed(saved) and saved.data is not None:
-                    saved.register_hooks(_drop, _dropped)
+            for saved in _list_saved(node):
+                if not _is_packed(saved) and saved.data is not None:
+                    saved.register_hooks(_drop, _discard)
 
 
 def _children_first(roots: Iterable[Node]) -> Iterator[Node]:
@@ -252,19 +254,19 @@ def _children_first(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def needs(outputs: Iterable[Tensor], tensor: Tensor) -> bool:
-    """Whether the backward from ``outputs`` reads ``tensor``, also where nothing shows that it does not."""
+    """True if the backward from ``outputs`` reads ``tensor``, or may read it."""
     place, roots = _storage(tensor), [output.grad_fn for output in outputs if output.grad_fn is not None]
     for node in _children_first(roots):
         unseen: object = node  # torch's stubs have the two classes unrelated
         if isinstance(unseen, BackwardCFunction):
             return True
-        if any(_packed(one) or (one.data is not None and _may_lie_at(place, one.data)) for one in _saved(node)):
+        if any(_is_packed(one) or (one.data is not None and _may_lie_at(place, one.data)) for one in _list_saved(node)):
             return True
     return False
 
 
 def _may_lie_at(place: int, tensor: Tensor) -> bool:
-    """Whether ``tensor`` has its numbers there. A DTensor has none of its own: its part may have them there."""
+    """True if the numbers may lie there. A DTensor has none of its own: its part may."""
     try:
         return _storage(tensor) == place
     except RuntimeError:
@@ -272,25 +274,25 @@ def _may_lie_at(place: int, tensor: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _saved_names(kind: type) -> tuple[str, ...]:
+def _list_saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _saved(node: Node) -> Iterator[Any]:
-    """The tensors that ``node`` keeps for its backward, as autograd wraps them."""
-    for name in _saved_names(type(node)):
+def _list_saved(node: Node) -> Iterator[Any]:
+    """List the tensors that ``node`` saved for its backward, in autograd's wrappers."""
+    for name in _list_saved_names(type(node)):
         value = getattr(node, name)
         yield from (one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None)
 
 
-def _packed(saved: Any) -> bool:
-    """Whether hooks have packed the tensor already, as checkpointing's do."""
+def _is_packed(saved: Any) -> bool:
+    """True if hooks have packed the tensor already, as in checkpointing."""
     return saved.unpack_hook is not None
 
 
 def _drop(tensor: Tensor) -> None:
-    """Pack a tensor by letting it go."""
+    """Pack a tensor by freeing it."""
 
 
-def _dropped(nothing: None) -> Tensor:
+def _discard(nothing: None) -> Tensor:
     raise AssertionError("an activation that was let go is needed after all: a backward was run twice")

@@ -1,4 +1,4 @@
-"""One stage of the model: its forward and backward, and what it keeps between them."""
+"""A model stage: forward, backward, and its memory between them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ class StageError(ValueError):
 
 
 class Goal(NamedTuple):
-    """What the last stage's output is for. The loss is divided by ``divisor`` before its backward."""
+    """The purpose of the last stage's output. The loss is divided by ``divisor`` before its backward."""
 
     loss_fn: LossFn
     target: object
@@ -27,7 +27,7 @@ class Goal(NamedTuple):
 
 
 class Stage(Protocol):
-    """What the runtime needs of a stage. A wrapper that observes or damages one is another Stage around it."""
+    """The runtime's view of a stage. A wrapper that observes or damages one is another Stage around it."""
 
     @property
     def index(self) -> int: ...
@@ -37,7 +37,7 @@ class Stage(Protocol):
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """The undivided loss of each microbatch of this step; empty but on the last stage."""
+        """Undivided loss of each microbatch in this step; empty except on the last stage."""
         ...
 
     def begin(self) -> None:
@@ -45,29 +45,29 @@ class Stage(Protocol):
         ...
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        """Run the module. ``inputs`` are leaves; those that require a gradient get one in ``backward``.
+        """Run the module. ``inputs`` are leaves; if they require a gradient they get one in ``backward``.
 
         The last stage is given a ``goal`` and returns nothing to hand on.
         """
         ...
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Add to the parameters' gradients; returns a gradient, or None, per input. ``gradients``: one per output."""
+        """Add to the parameters' gradients; return a gradient, or None, per input. ``gradients``: one per output."""
         ...
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """The first half of ``backward``: returns the same, and leaves the parameters' gradients as they are."""
+        """Do the first half of ``backward``: same result, but leave the parameters' gradients unchanged."""
         ...
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half of ``backward``: adds to the parameters' gradients."""
+        """Do the second half of ``backward``: add to the parameters' gradients."""
         ...
 
 
 class ModuleStage:
-    """A stage that is an ``nn.Module``, differentiated by autograd.
+    """A stage around an ``nn.Module``, differentiated by autograd.
 
-    ``splits``: whether its backwards will be split. ``undeferred`` says what a split backward could not put off to its
+    ``splits``: whether its backwards will be split. ``undeferred``: work that a split backward could not defer to its
     second half, and why (see split.py).
     """
 
@@ -135,8 +135,8 @@ class ModuleStage:
     def _loss(self, output: object, goal: Goal) -> Tensor:
         loss = goal.loss_fn(output, goal.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            seen = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise StageError(f"loss_fn returned {seen}: expected one scalar per microbatch")
+            observed = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise StageError(f"loss_fn returned {observed}: expected one scalar per microbatch")
         self._require_gradient((loss,), what="loss_fn's result")
         return loss
 

@@ -1,4 +1,4 @@
-"""PipelineSchedule: the object that users hold. One training step: forward, backward, norm, clip, optimizer."""
+"""PipelineSchedule: the user's object. One training step: forward, backward, norm, clip, optimizer."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from pipeproof.pipeline.trace import Profile, Trace, decode, encode
 from pipeproof.pipeline.transport import Alone, DistributedTransport, Transport
 
 # How many compute actions ahead of its consumer a receive may be posted, where the transport matches messages by tag:
-# any number, for what bounds it is the bytes that are under way (mailbox.py).
+# any number, since the bytes under way are the bound (mailbox.py).
 _EARLY = sys.maxsize
 
 
@@ -39,7 +39,7 @@ class MicrobatchError(ValueError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of on one rank; ``PipelineSchedule.wrapped`` replaces parts: to observe, to plant faults."""
+    """Parts for a step on this rank; ``PipelineSchedule.wrap`` replaces them: to observe, to plant faults."""
 
     program: Program
     stages: tuple[Stage, ...]
@@ -48,12 +48,11 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step gave, alike on every rank except ``profile``, which is this rank's.
+class ScheduleResult:
+    """A step's results, equal on every rank except ``profile``, which describes this rank.
 
-    ``losses`` are the microbatches' own losses, as ``loss_fn`` returned them; ``loss`` is their sum over the divisor,
-    which is what was differentiated. ``grad_norm`` is the norm over logical parameters before clipping; None for
-    evaluation.
+    ``losses``: each microbatch's own loss, as ``loss_fn`` returned it; ``loss``: their sum over the divisor, the value
+    that was differentiated. ``grad_norm``: the norm over logical parameters before clipping; None for evaluation.
     """
 
     loss: float
@@ -66,17 +65,17 @@ class PipelineSchedule:
     """One rank's end of a pipeline.
 
     kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` or ``Program`` of your own. A program's messages
-    are posted where it says; its waits for sends are met when the step ends. n_microbatches: M. stages: this rank's
-    modules, in order of their stage numbers. V is how many there are on each rank. A stage takes and returns a tensor
-    or a tuple of tensors. It may be in DDP, or given to ``fully_shard``, over the ranks that hold its replicas. Then
-    its gradients are reduced once a step, and each replica trains on microbatches of its own. loss_fn: of output and
-    target, a microbatch's scalar loss. Output is what the last stage returns, also a tuple. optimizer: over this
-    rank's parameters. Without one, gradients are left as they are after clipping. pp_group: the pipeline's process
-    group (default: the world, or no group at all in a single process). A ``Transport`` may take its place, such as
+    are posted in its order; its waits for sends are met when the step ends. n_microbatches: M. stages: this rank's
+    modules, in order of their stage numbers. V is their number on each rank. A stage takes and returns a tensor or a
+    tuple of tensors. It may be in DDP, or given to ``fully_shard``, over the ranks that hold its replicas. Then its
+    gradients are reduced once a step, and each replica trains on microbatches of its own. loss_fn: of output and
+    target, a microbatch's scalar loss. Output is the last stage's return value, also a tuple. optimizer: over this
+    rank's parameters. Without one, gradients stay after clipping. pp_group: the pipeline's process group (default: the
+    world, or no group at all in a single process). A ``Transport`` may take its place, such as
     ``DistributedTransport(group, timeout_s=600)`` if a message may take long. tied: parameters with copies in several
     stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
 
-    Raises ``ScheduleError`` (a ValueError) for a schedule that cannot be, or stages that do not fit it.
+    Raises ``ScheduleError`` (a ValueError) for an impossible schedule, or stages that do not fit it.
     """
 
     def __init__(
@@ -113,21 +112,21 @@ class PipelineSchedule:
 
     @property
     def executed(self) -> tuple[Action, ...]:
-        """This rank's compute actions in the order in which the last step really ran them."""
+        """This rank's compute actions in the last step's real order."""
         return tuple(action for action, *_ in self._spans if action.kind in COMPUTE)
 
     @property
     def undeferred(self) -> dict[int, tuple[str, ...]]:
-        """For each stage here with split backwards: what could not be put off to the second half so far, and why."""
+        """For each stage here with split backwards: work that could not be deferred so far, and why."""
         return {stage.index: tuple(stage.undeferred) for stage in self._own if stage.undeferred}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What takes this rank's steps, if it was given one."""
+        """The rank's optimizer, if any."""
         return self._optimizer
 
-    def wrapped(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
-        """This schedule with its parts replaced by ``wrap(parts)``; it shares modules and optimizer with this one."""
+    def wrap(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
+        """Copy this schedule with parts replaced by ``wrap(parts)``; both share modules and optimizer."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parts = wrap(self.parts)
@@ -140,18 +139,18 @@ class PipelineSchedule:
         *,
         max_norm: float | None = None,
         loss_divisor: float | None = None,
-    ) -> StepResult:
+    ) -> ScheduleResult:
         """Forward, backward, tied gradients, norm, clip, optimizer. Every rank passes the same ``microbatches``.
 
         Each is a pair (inputs, target); the first stage reads inputs, the last reads targets, the ranks between use
-        shapes only. Each loss is divided by ``loss_divisor`` before its backward: the number of microbatches unless
-        told otherwise (mean over microbatches); for a sum over tokens pass the global token count. ``max_norm``: clip
-        the global gradient norm to this. Gradients that were there before count; after the optimizer's step they are
-        cleared, as they are when a step raises. Without an optimizer they stay, for the caller to use and to clear.
+        shapes only. Each loss is divided by ``loss_divisor`` before its backward: by default the number of microbatches
+        (mean over microbatches); for a sum over tokens pass the global token count. ``max_norm``: clip the global
+        gradient norm to this. Initial gradients count; after the optimizer's step they are cleared, also if a step
+        raises. Without an optimizer they stay, for the caller to use and to clear.
         """
         began = clocks.now()
         run, divisor = self._accumulate(microbatches, loss_divisor)
-        with self._cleared_if_raised():
+        with self._clear_if_raised():
             self.parts.gradients.reduce_tied()
             losses, squares = self._share(run, self.parts.gradients.squares())
             norm = norm_of(squares)
@@ -165,7 +164,7 @@ class PipelineSchedule:
     def accumulate(
         self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
     ) -> dict[int, Tensor]:
-        """Forward and backward alone: gradients are added to the parameters'; a later ``train_step`` adds to them too.
+        """Run forward and backward alone: gradients are added to the parameters'; a later ``train_step`` adds more.
 
         Returns the losses known on this rank by microbatch: all on the last stage's rank, none elsewhere.
         """
@@ -175,10 +174,10 @@ class PipelineSchedule:
     @torch.no_grad()
     def eval_step(
         self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
-    ) -> StepResult:
-        """Forward alone, modules in evaluation mode; gradients and training mode stay as they were."""
+    ) -> ScheduleResult:
+        """Run forward alone, modules in evaluation mode; gradients and training mode stay unchanged."""
         began = clocks.now()
-        objective, checked = self._objective(loss_divisor), self._checked(microbatches)
+        objective, checked = self._objective(loss_divisor), self._check(microbatches)
         modes = [(module, module.training) for stage in self.parts.stages for module in stage.module.modules()]
         for stage in self.parts.stages:
             stage.module.eval()
@@ -191,16 +190,16 @@ class PipelineSchedule:
         return self._result(run, losses, objective.divisor, None, clocks.now() - began)
 
     def profiles(self, profile: Profile) -> list[Profile]:
-        """Every rank's profile, by rank; every rank must call it with its own."""
+        """Gather every rank's profile, by rank; every rank must call it with its own."""
         own = dataclasses.astuple(profile)[1:]
         return [Profile(rank, *row) for rank, row in enumerate(gather(self.parts.transport, own))]
 
     def trace(self) -> Trace:
-        """When every rank ran every action of its last step, on one clock; every rank must call it, and all get it.
+        """Gather every rank's times from the last step, on a common clock; every rank must call it, and all get it.
 
-        Times are seconds from the first action's beginning. Ranks of one machine share its clock. Those of another
-        are moved so that both read the same at the end of an exchange of messages: right to about a message's latency.
-        On a GPU an action lasts until it is queued, unless its messages travel through the host.
+        Times are seconds from the first action's beginning. Ranks of one machine share its clock. Another machine's
+        times are shifted so that both read the same at the end of an exchange of messages: right to about a message's
+        latency. On a GPU an action lasts until it is queued, unless its messages travel through the host.
         """
         transport = self.parts.transport
         gather(transport, ())
@@ -212,13 +211,13 @@ class PipelineSchedule:
     def _accumulate(
         self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
     ) -> tuple[Run, float]:
-        objective, checked = self._objective(loss_divisor), self._checked(microbatches)
-        with self._cleared_if_raised():
+        objective, checked = self._objective(loss_divisor), self._check(microbatches)
+        with self._clear_if_raised():
             return self._run(checked, objective), objective.divisor
 
     @contextmanager
-    def _cleared_if_raised(self) -> Iterator[None]:
-        """Clear gradients where the block raises. Some are there and some are not: no later step may build on them."""
+    def _clear_if_raised(self) -> Iterator[None]:
+        """Clear gradients if the block raises. They are incomplete: no later step may build on them."""
         try:
             yield
         except BaseException:
@@ -238,7 +237,7 @@ class PipelineSchedule:
         return Objective(self._loss_fn, divisor)
 
     def _share(self, run: Run, squares: Sequence[float]) -> tuple[tuple[float, ...], list[float]]:
-        """All losses, by microbatch, and all sums of squares, from all ranks."""
+        """Gather all losses, by microbatch, and all sums of squares, from all ranks."""
         losses = [value for m, loss in sorted(run.losses.items()) for value in (m, loss.item())]
         rows = gather(self.parts.transport, [len(losses), *losses, *squares])
         known: dict[int, float] = {}
@@ -251,13 +250,13 @@ class PipelineSchedule:
 
     def _result(
         self, run: Run, losses: tuple[float, ...], divisor: float, norm: float | None, step_s: float
-    ) -> StepResult:
+    ) -> ScheduleResult:
         rank = self.parts.transport.rank
         profile = Profile(rank, step_s, run.compute_s, run.communication_s, run.idle_s)
         total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
-        return StepResult(total / divisor, losses, norm, profile)
+        return ScheduleResult(total / divisor, losses, norm, profile)
 
-    def _checked(self, microbatches: Sequence[tuple[object, object]]) -> list[Microbatch]:
+    def _check(self, microbatches: Sequence[tuple[object, object]]) -> list[Microbatch]:
         expected = self.schedule.microbatches
         if len(microbatches) != expected:
             raise MicrobatchError(f"got {len(microbatches)} microbatches: this schedule was built for {expected}")
@@ -292,23 +291,23 @@ def _transport(group: dist.ProcessGroup | Transport | None, stages: Sequence[nn.
 
 
 def _program(kind: Schedule | Program, transport: Transport) -> Program:
-    """``kind`` lowered for ``transport``, or itself where it is a program. Raises ``LawBroken``, a ScheduleError."""
+    """Lower ``kind`` for ``transport``; a program stays itself. Raises ``LawBroken``, a ScheduleError."""
     if isinstance(kind, Program):
         return check_program(kind, laws=runnable(in_order=transport.in_order))
     return lower(check(kind), early=0 if transport.in_order else _EARLY)
 
 
 def _fit(schedule: Schedule, n_microbatches: int, n_own: int, transport: Transport) -> None:
-    """Raise unless the schedule is for these ranks, this many stages here and this many microbatches."""
+    """Raise unless the schedule fits the ranks, stages and microbatches."""
     if schedule.n_ranks != transport.n_ranks:
         raise ScheduleError(
             f"{schedule.name} is for {schedule.n_ranks} ranks, but the process group has {transport.n_ranks}"
         )
     if schedule.microbatches != n_microbatches:
         raise ScheduleError(f"{schedule.name} is for {schedule.microbatches} microbatches, not {n_microbatches}")
-    due = schedule.stages_of(transport.rank)
-    if len(due) != n_own:
+    expected = schedule.stages_of(transport.rank)
+    if len(expected) != n_own:
         raise ScheduleError(
-            f"{schedule.name} has {len(due)} stages on rank {transport.rank} ({', '.join(map(str, due))}), but "
-            f"{n_own} modules were given"
+            f"{schedule.name} has {len(expected)} stages on rank {transport.rank} ({', '.join(map(str, expected))}), "
+            f"but {n_own} modules were given"
         )

@@ -1,9 +1,9 @@
-"""What every stage's gradient is made of, in symbols, for all inputs: terms, each of an activation and a gradient.
+"""Every stage's gradient, in symbols, for all inputs: terms, each of an activation and a gradient.
 
-A program is run without numbers. A value is known by the stage that made it and the microbatch whose data it is of. A
-stage's backward adds one term to its parameters' gradient: the input that its forward had, with the output's gradient
-that it was given. The gradient is right, whatever the model and the data are, if the term of each microbatch is there
-once, its input with its gradient. Messages meet by name, or in the order in which they are posted.
+A program is run without numbers. A value is known by its maker's stage and its data's microbatch. A stage's backward
+adds one term to its parameters' gradient: its forward's input, with the output gradient that it was given. The gradient
+is right, whatever the model and the data, if the term of each microbatch is there once, its input with its gradient.
+Messages meet by name, or in posting order.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ _ITSELF = -3  # an action that needs nothing of another stage: data, or its own 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a program adds to gradients: ``entries[i]`` adds, to ``stage[i]``'s, the input of a microbatch
-    ``activation[i]`` with the output's gradient of ``gradient[i]``.
+    """A program's additions to gradients: ``entries[i]`` adds a term to the gradient of ``stage[i]``.
 
-    Numbers from ``microbatches`` on are ``others``, in words; NEVER is what nobody makes.
+    The term pairs the input of microbatch ``activation[i]`` with the output gradient of microbatch ``gradient[i]``.
+    Numbers from ``microbatches`` on are ``others``, in words; NEVER is made by no action.
     """
 
     stages: int
@@ -42,55 +42,57 @@ class Terms:
 
     @cached_property
     def right(self) -> Mask:
-        """Which terms are of one microbatch."""
+        """Mask of terms from a single microbatch."""
         found: Mask = (self.activation == self.gradient) & (self.activation >= 0)
         return found & (self.activation < self.microbatches)
 
     @cached_property
     def counts(self) -> Ints:
-        """By stage and microbatch, how often its own term is there."""
+        """Count terms by stage and microbatch."""
         own = self.stage[self.right] * self.microbatches + self.activation[self.right]
         return np.bincount(own, minlength=self.stages * self.microbatches).reshape(self.stages, self.microbatches)
 
     @property
     def proven(self) -> bool:
-        """Whether each stage's gradient is the sum over all microbatches of each one's own term, once."""
+        """True if each stage's gradient has each microbatch's own term once."""
         return bool(self.right.all() and (self.counts == 1).all())
 
-    def named(self, value: int) -> str:
-        """What a term is of, in words."""
+    def name(self, value: int) -> str:
+        """Name the data of a term."""
         if value < 0:
             return "what never comes"
         return f"microbatch {value}" if value < self.microbatches else self.others[value - self.microbatches]
 
 
 def terms(program: Program, *, by_name: bool) -> Terms:
-    """Run ``program``, whose placement is lawful, in symbols. ``by_name``: a receive gets the message of its name; else
-    the next one of its channel."""
+    """Run ``program``, with a lawful placement, in symbols.
+
+    ``by_name``: a receive gets the message of its name; else the next in its channel.
+    """
     return _SymbolicRun(program, by_name=by_name).terms()
 
 
 def wrong_terms(program: Program, found: Terms) -> Iterator[Violation]:
-    """What of ``found``, the terms of ``program``, is not as it should be; of each stage the first few."""
-    columns, told = program.columns, Counter[int]()
+    """Wrong terms in ``found``, the terms of ``program``; for each stage the first few."""
+    columns, reported = program.columns, Counter[int]()
     for i in np.flatnonzero(~found.right).tolist():
         stage, entry = int(found.stage[i]), int(found.entries[i])
-        told[stage] += 1
-        if told[stage] <= SHOWN:
-            kept, given = found.named(int(found.activation[i])), found.named(int(found.gradient[i]))
+        reported[stage] += 1
+        if reported[stage] <= SHOWN:
+            kept, given = found.name(int(found.activation[i])), found.name(int(found.gradient[i]))
             what = f"{columns.action(entry)} adds the input of {kept} with the gradient of {given}"
             yield Violation("terms", what, int(columns.rank[entry]), (columns.cell(entry),))
     for stage, m in np.argwhere(found.counts != 1).tolist():
-        told[stage] += 1
-        if told[stage] <= SHOWN:
+        reported[stage] += 1
+        if reported[stage] <= SHOWN:
             often = int(found.counts[stage, m])
             yield Violation("terms", f"stage {stage}'s gradient has microbatch {m} {often} times, expected once")
-    if more := sum(max(0, count - SHOWN) for count in told.values()):
+    if more := sum(max(0, count - SHOWN) for count in reported.values()):
         yield Violation("terms", f"and {more} more")
 
 
 class _SymbolicRun:
-    """The values that a program's actions make, each a number: of what kind, of which stage, of whose data.
+    """Values made by a program's actions, each a number: kind, stage, and microbatch.
 
     An output of stage s of microbatch m is ``s * M + m``, the gradient that stage s hands back ``(S + s) * M + m``.
     From ``2 * S * M`` on they are mixtures.
@@ -106,7 +108,7 @@ class _SymbolicRun:
         self._forwards = self._first(columns.is_kind(Kind.FORWARD))
         self._backwards = self._first(columns.is_kind(*GIVES_INPUT_GRADIENT))
         self._messages = Messages.of(program)
-        matched = self._messages.matched_by_name() if by_name else self._messages.matched_in_order()
+        matched = self._messages.match_by_name() if by_name else self._messages.match_in_order()
         self._sent = np.full(len(columns), NEVER)
         self._sent[matched[1]] = matched[0]
         self._source = self._sources()
@@ -115,13 +117,13 @@ class _SymbolicRun:
         self._texts: list[str] = []  # of mixtures
 
     def terms(self) -> Terms:
-        """All that is added to gradients."""
+        """All additions to gradients."""
         self._run(self._columns.is_kind(Kind.FORWARD), self._outputs)
-        self._run(self._columns.is_kind(*GIVES_INPUT_GRADIENT), self._handed_back)
+        self._run(self._columns.is_kind(*GIVES_INPUT_GRADIENT), self._output_gradients)
         adding = np.flatnonzero(self._columns.is_kind(*GIVES_WEIGHT_GRADIENT))
         own, made = self._forwards[self._number[adding]], self._backwards[self._number[adding]]
         kept, given = np.full(len(adding), NEVER), np.full(len(adding), NEVER)
-        for found, whose, entries in ((kept, self._kept, own), (given, self._given, made)):
+        for found, whose, entries in ((kept, self._kept_inputs, own), (given, self._given_gradients, made)):
             done = (entries >= 0) & (self._value[entries] != NEVER)
             found[done] = whose(entries[done])
         return Terms(self._stages, self._width, adding, self._stage[adding], kept, given, tuple(self._texts))
@@ -134,7 +136,7 @@ class _SymbolicRun:
         return found
 
     def _sources(self) -> Ints:
-        """Of every forward and backward, the entry that makes what it needs, ``_ITSELF``, or NEVER."""
+        """For every forward and backward, the entry that makes its need, ``_ITSELF``, or NEVER."""
         found = np.full(len(self._columns), NEVER)
         ways = ((Kind.RECV_F, -1, (Kind.FORWARD,)), (Kind.RECV_B, 1, tuple(GIVES_INPUT_GRADIENT)))
         for receive, step, kinds in ways:
@@ -148,17 +150,17 @@ class _SymbolicRun:
             found[entries[here]] = makers[other[here] * self._width + self._microbatch[entries[here]]]
             received = self._first(self._columns.is_kind(receive))[self._number[entries[~here]]]
             sends = np.where(received >= 0, self._sent[received], NEVER)
-            found[entries[~here]] = self._carried(sends)
+            found[entries[~here]] = self._carriers(sends)
         return found
 
-    def _carried(self, sends: Ints) -> Ints:
-        """The entry that makes what each of these sends carries."""
+    def _carriers(self, sends: Ints) -> Ints:
+        """The entry that makes each send's content."""
         numbers = self._number[np.maximum(sends, 0)]
         forward = self._columns.is_kind(Kind.SEND_F)[np.maximum(sends, 0)]
         return np.where(sends < 0, NEVER, np.where(forward, self._forwards[numbers], self._backwards[numbers]))
 
     def _run(self, which: Mask, make: Callable[[Ints], Ints]) -> None:
-        """Find the values of these entries, from those that need nothing on, until the rest waits for ever."""
+        """Evaluate these entries, starting from those without needs, until the rest waits for ever."""
         left = np.flatnonzero(which)
         while len(left):
             source, own = self._source[left], self._forwards[self._number[left]]
@@ -170,7 +172,7 @@ class _SymbolicRun:
             left = left[~ready]
 
     def _outputs(self, forwards: Ints) -> Ints:
-        kept, stage = self._kept(forwards), self._stage[forwards]
+        kept, stage = self._kept_inputs(forwards), self._stage[forwards]
         found = stage * self._width + kept
         for i in np.flatnonzero(kept >= self._width).tolist():
             found[i] = 2 * self._size + self._mixture(
@@ -178,8 +180,8 @@ class _SymbolicRun:
             )
         return found
 
-    def _handed_back(self, backwards: Ints) -> Ints:
-        kept, given, stage = self._kept(backwards), self._given(backwards), self._stage[backwards]
+    def _output_gradients(self, backwards: Ints) -> Ints:
+        kept, given, stage = self._kept_inputs(backwards), self._given_gradients(backwards), self._stage[backwards]
         found = (self._stages + stage) * self._width + kept
         for i in np.flatnonzero((kept != given) | (kept >= self._width)).tolist():
             both = f"the input of {self._of(int(kept[i]))} and the gradient of {self._of(int(given[i]))}"
@@ -187,13 +189,13 @@ class _SymbolicRun:
             found[i] = 2 * self._size + self._mixture(key, f"what stage {stage[i]} makes of {both}")
         return found
 
-    def _kept(self, entries: Ints) -> Ints:
-        """Of whose data the input is that the forward of these had."""
+    def _kept_inputs(self, entries: Ints) -> Ints:
+        """Microbatch of the input to each entry's forward."""
         forwards = self._forwards[self._number[entries]]
         return self._whose(forwards, self._stage[entries] - 1, self._microbatch[entries])
 
-    def _given(self, backwards: Ints) -> Ints:
-        """Of whose data the output's gradient is that these were given."""
+    def _given_gradients(self, backwards: Ints) -> Ints:
+        """Microbatch of the output gradient given to each backward."""
         stage, m = self._stage[backwards], self._microbatch[backwards]
         found = self._whose(backwards, self._stages + stage + 1, m)
         output = self._value[self._forwards[self._number[backwards]]]
@@ -204,7 +206,7 @@ class _SymbolicRun:
         return found
 
     def _whose(self, entries: Ints, maker: Ints, own: Ints) -> Ints:
-        """Of whose data that is which entries were given; it should be of ``maker``'s, and of no other is it plain."""
+        """Microbatch of each entry's input, expected from ``maker``; a mixture otherwise."""
         source = self._source[entries]
         value = np.where(source == _ITSELF, maker * self._width + own, self._value[source])
         found = value - maker * self._width
@@ -213,7 +215,7 @@ class _SymbolicRun:
         return found
 
     def _mixture(self, key: tuple[int, ...], text: str) -> int:
-        """The number of the mixture that ``key`` is equal for; ``text`` says what is in it, if it is not too much."""
+        """Number the mixture with ``key``; ``text`` describes it, if short enough."""
         number = self._mixtures.setdefault(key, len(self._texts))
         if number == len(self._texts):
             self._texts.append(text if len(text) <= 2 * LONGEST else "what is mixed of many")
@@ -223,7 +225,7 @@ class _SymbolicRun:
         return f"microbatch {whose}" if whose < self._width else self._texts[whose - self._width]
 
     def _words(self, value: int) -> str:
-        """A value in words."""
+        """Describe a value."""
         if value >= 2 * self._size:
             return self._texts[value - 2 * self._size]
         stage, microbatch = divmod(value, self._width)

@@ -9,7 +9,7 @@ from pipeproof.pipeline.timeline import Timeline, simulate
 
 
 def grid(schedule: Schedule) -> str:
-    """The schedule as drawn in the papers: F takes one cell and B two (I and W one each), a dot is an idle cell.
+    """Draw the schedule as in the papers: F takes one cell and B two (I and W one each), a dot means idle.
 
     A cell is an action as everywhere else, ``2F0``; the later cells of a long action repeat its name.
     """
@@ -17,7 +17,7 @@ def grid(schedule: Schedule) -> str:
 
 
 def draw(timeline: Timeline) -> str:
-    """``timeline`` on a grid of whole units of time. Raises ``ScheduleError`` where an action starts between two."""
+    """Draw ``timeline`` on a grid of whole units. Raises ``ScheduleError`` for an action between two."""
     columns = round(timeline.makespan)
     if columns * len(timeline.schedule.ranks) > MOST_ACTIONS:
         raise ScheduleError(f"cannot draw: {timeline.makespan:g} units of time are too many columns")
@@ -39,8 +39,8 @@ def draw(timeline: Timeline) -> str:
 _AROUND, _ROWS = 6, 12
 
 
-def marked(rows: Sequence[Sequence[Action]], cells: Collection[tuple[int, int]]) -> list[str]:
-    """The rows of ``cells`` (rank, slot), in slots rather than in time, with those cells in brackets; [] for none.
+def mark_cells(rows: Sequence[Sequence[Action]], cells: Collection[tuple[int, int]]) -> list[str]:
+    """The rows of ``cells`` (rank, slot), in slots rather than in time, with cells in brackets; [] for none.
 
     Long rows are cut around their first marked cell, and only the first rows are drawn.
     """

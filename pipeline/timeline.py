@@ -41,7 +41,7 @@ class Times:
         }
 
     def of(self, columns: Columns) -> Floats:
-        """The time of every entry of ``columns``."""
+        """Time of every entry in ``columns``."""
         times: Floats = np.array([self._of_kind.get(kind, 0.0) for kind in KINDS])[columns.kind]
         if self.stages:
             times *= np.array(self.stages)[columns.stage]
@@ -56,12 +56,12 @@ Latency = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of ``schedule`` runs. Times are in the unit of the durations; ranks run in order.
+    """When every action of ``schedule`` runs. Times have the unit of the durations; ranks run in order.
 
-    ``starts[r][k]`` and ``ends[r][k]`` belong to ``schedule.ranks[r][k]``. ``peaks[r]`` is the largest number of
-    microbatch activations that rank r holds, counted per stage from F to B (or to W, see ``simulate``). ``messages``
-    is how many messages travel. ``critical_path`` holds the (rank, slot) of a chain of actions without slack: each
-    starts when the one before it on its rank ends, or when what it needs arrives, up to the last end.
+    ``starts[r][k]`` and ``ends[r][k]`` belong to ``schedule.ranks[r][k]``. ``peaks[r]``: the largest number of
+    microbatch activations on rank r, counted per stage from F to B (or to W, see ``simulate``). ``messages``: their
+    number. ``critical_path``: (rank, slot) of a chain of actions without slack: each starts when the one before it on
+    its rank ends, or when its need arrives, up to the last end.
     """
 
     schedule: Schedule
@@ -108,9 +108,9 @@ def simulate(
     latency: Latency = 0.0,
     weight_memory: float = 1.0,
 ) -> Timeline:
-    """Run ``schedule`` on paper: each action starts when its rank is free and what it needs has arrived.
+    """Simulate ``schedule``: each action starts when its rank is free and its need has arrived.
 
-    ``latency`` is added to whatever crosses ranks. ``weight_memory`` is M_W / M_B, the share of an activation still
+    ``latency`` is added to every message across ranks. ``weight_memory`` is M_W / M_B, the share of an activation still
     held between I and W; with 1.0 the whole activation is held until W. Raises ``dataflow.Stuck``, a ScheduleError, for
     a schedule whose orders contradict. Linear in the number of actions.
     """
@@ -144,7 +144,7 @@ def _each(durations: Durations, columns: Columns) -> Floats:
 
 
 def _delays(sender: Ints, receiver: Ints, latency: Latency) -> Floats:
-    """The time that passes between a product's making and its use: none where it stays on its rank."""
+    """Delay between a product's making and its use: zero on one rank."""
     apart = sender != receiver
     if isinstance(latency, int | float):
         return np.where(apart, float(latency), 0.0)

@@ -1,4 +1,4 @@
-"""When every action of a step ran, as it was measured or simulated, and where the step's time went."""
+"""Times of a step's actions, measured or simulated, and the use of the step's time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from pipeproof.pipeline.schedule import Schedule
 
 
 class Span(NamedTuple):
-    """One action on its rank, from ``began`` to ``ended``; for the first ``waited`` of that it waited for a message."""
+    """One action on its rank, from ``began`` to ``ended``; first it ``waited`` for a message."""
 
     rank: int
     action: Action
@@ -22,22 +22,22 @@ class Span(NamedTuple):
 
     @property
     def worked_from(self) -> float:
-        """When what the action waited for had come."""
+        """End of the action's wait."""
         return self.began + self.waited
 
     @property
     def worked(self) -> float:
-        """How long the action took without waiting."""
+        """Duration without the wait."""
         return self.ended - self.worked_from
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of one step on one rank.
+    """Seconds in a step on this rank.
 
-    compute: inside the stages' forward and backward. idle: waiting for a message that had not come. communication:
-    issuing sends and receives, packing, and waiting at the end for sends to be taken. What is left of ``step_s`` is
-    the runtime's own time and, after the last backward, the reductions and the optimizer.
+    compute: inside the stages' forward and backward. idle: waiting for a message. communication: issuing sends and
+    receives, packing, and waiting at the end for sends to be taken. The rest of ``step_s`` is the runtime's own time
+    and, after the last backward, the reductions and the optimizer.
     """
 
     rank: int
@@ -53,9 +53,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of a step, by rank and in the order in which they ran; a rank's spans do not overlap.
+    """Spans of a step, by rank and in running order; a rank's spans do not overlap.
 
-    Times are in seconds, or in the units of a simulation's durations where not ``in_seconds``.
+    Times are in seconds, or in a simulation's units if not ``in_seconds``.
     """
 
     schedule: Schedule
@@ -64,7 +64,7 @@ class Trace:
 
     @cached_property
     def began(self) -> float:
-        """When the first rank began."""
+        """Start of the first rank."""
         return min((spans[0].began for spans in self.spans if spans), default=0.0)
 
     @cached_property
@@ -74,11 +74,11 @@ class Trace:
 
     @cached_property
     def by_action(self) -> dict[Action, Span]:
-        """Every span by its action: no two of a step have the same."""
+        """Every span by its action, unique in a step."""
         return {span.action: span for span in chain.from_iterable(self.spans)}
 
     def from_zero(self) -> "Trace":
-        """The same with the first beginning at 0."""
+        """Shift the first beginning to 0."""
         start = self.began
         moved = (
             tuple(span._replace(began=span.began - start, ended=span.ended - start) for span in spans)
@@ -87,7 +87,7 @@ class Trace:
         return replace(self, spans=tuple(moved))
 
     def profiles(self) -> list[Profile]:
-        """Every rank's part of the makespan: computing, with messages, and idle, which is the rest."""
+        """Divide every rank's makespan: computing, messages, and idle, the rest."""
         return [self._profile(rank, spans) for rank, spans in enumerate(self.spans)]
 
     def _profile(self, rank: int, spans: Iterable[Span]) -> Profile:
@@ -101,7 +101,7 @@ class Trace:
 
 
 def encode(spans: Iterable[tuple[Action, float, float, float]]) -> list[float]:
-    """Spans of one rank, (action, began, ended, waited), as numbers."""
+    """Encode one rank's spans, (action, began, ended, waited), as numbers."""
     return [
         number
         for (stage, kind, microbatch), *times in spans
@@ -110,7 +110,7 @@ def encode(spans: Iterable[tuple[Action, float, float, float]]) -> list[float]:
 
 
 def decode(rank: int, numbers: Sequence[float], shift: float = 0.0) -> tuple[Span, ...]:
-    """The spans of ``rank`` that ``encode`` made ``numbers`` of, ``shift`` later."""
+    """Decode spans of ``rank`` from ``encode``'s ``numbers``, ``shift`` later."""
     width = 6
     assert len(numbers) % width == 0, f"{len(numbers)} numbers are no whole spans of {width}"
     return tuple(

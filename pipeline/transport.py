@@ -1,4 +1,4 @@
-"""Moving byte buffers between ranks: the protocol, and its torch.distributed implementation."""
+"""Byte buffers between ranks: the protocol, and its torch.distributed implementation."""
 
 import weakref
 from collections import deque
@@ -14,11 +14,11 @@ from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S, waiting
 
 
 class TransportError(RuntimeError):
-    """A message that could not be sent or received; the text names it and the other rank."""
+    """A failed send or receive; the text names the message and the other rank."""
 
 
 class TransportTimeout(TransportError):
-    """A message that did not come within the bound."""
+    """A message beyond its time limit."""
 
 
 class Message(NamedTuple):
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Transport(Protocol):
-    """What the runtime needs of a channel between ranks. A message is one byte tensor (uint8, one dimension).
+    """The runtime's view of a channel between ranks. A message is one byte tensor (uint8, one dimension).
 
     A wrapper that delays, reorders, records or damages messages is another Transport around this one.
     """
@@ -46,15 +46,15 @@ class Transport(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """Whether messages between two ranks run in the order in which they are posted, whatever their tags (NCCL)."""
+        """True if messages between two ranks run in posting order, whatever their tags (NCCL)."""
         ...
 
     def send(self, message: Message, buffer: Tensor) -> None:
-        """Start sending; returns at once. ``buffer`` must not be written before ``flush``."""
+        """Start sending; return at once. ``buffer`` must stay unwritten before ``flush``."""
         ...
 
     def post(self, message: Message, nbytes: int) -> None:
-        """Make room for ``message`` and start receiving; returns at once."""
+        """Make room for ``message`` and start receiving; return at once."""
         ...
 
     def receive(self, message: Message) -> Tensor:
@@ -67,7 +67,7 @@ class Transport(Protocol):
 
 
 class Alone:
-    """The transport of a world of one rank: there is nobody to talk to."""
+    """The transport for a single rank, without peers."""
 
     rank = 0
     n_ranks = 1
@@ -89,10 +89,10 @@ class Alone:
 class DistributedTransport:
     """Messages over a torch.distributed process group.
 
-    gloo carries tensors of the host, matched by tag; those on a device are staged through the host, which is also how
-    several ranks share one device. Every other backend carries the device's own tensors, one device per rank, in
-    posting order, as NCCL does. ``timeout_s`` bounds every wait. Every rank of the group must make one: over gloo, the
-    first time, they connect a second time (lanes.py).
+    gloo carries host tensors, matched by tag; device tensors are staged through the host, which also lets several ranks
+    share one device. Every other backend carries the device's own tensors, one device per rank, in posting order, as
+    NCCL does. ``timeout_s`` bounds every wait. Every rank of the group must make one: over gloo, the first time, they
+    connect a second time (lanes.py).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DistributedTransport:
         self.in_order = dist.get_backend(group) != "gloo"
         self.timeout_s = timeout_s
         # torch.distributed keeps the group until destroy_process_group. A reference that outlives that call makes gloo
-        # abort the interpreter on exit (seen with torch 2.13), so none is kept here.
+        # abort the interpreter on exit (observed with torch 2.13), so none is kept here.
         self._group_kept_by_torch = weakref.ref(group)
         self._down = second_lane(group)
         self._device = device or torch.device("cpu")
@@ -114,11 +114,11 @@ class DistributedTransport:
         self._in_flight: list[tuple[Message, Tensor, dist.Work]] = []
         # gloo's thread still holds a receive for a moment after it has woken whoever waits. Dropping it then blocks
         # until the thread lets go (a step of small messages took up to 1.5 times as long), so the last ones are kept
-        # while others are due.
+        # while others are expected.
         self._taken: deque[dist.Work] = deque(maxlen=2)
 
     def _lane(self, source: int, target: int) -> Lane:
-        """Where messages between two ranks travel: in the group to higher ranks, in its second lane to lower ones."""
+        """The lane between two ranks: the group towards higher ranks, its second lane towards lower ones."""
         group = self._group_kept_by_torch()
         if group is None:
             raise TransportError("the process group is gone: a schedule works until destroy_process_group is called")

@@ -1,27 +1,24 @@
-"""Transports by what waits for what.
+"""Transports by their waits.
 
-``RULES`` is the one table of them: the static models of ``deadlock`` follow it, and so do messages of the simulated
-world.
+``RULES`` is their table: the static models of ``deadlock`` follow it, and so do messages of the simulated world.
 
 A message is one node for both of its ends: it happens when both sides have come to it. Every model adds edges:
 
-==========  ============================================================================================================
-strict      a rank does one thing at a time, in its program's order: blocking sends and receives
-rank        messages of a rank run one at a time, in posting order: NCCL with one communicator, eagerly initialised
-pair        messages of two ranks with each other do, either way: NCCL, lazily initialised
-directed    messages from one rank to another do: torch 2.15's communicators per edge
-unlimited   any number is in flight: gloo with tags
-buffered    so, and a send is done when it is issued: whoever waits for it does not wait for its receive
-==========  ============================================================================================================
+========== ============================================================================================================
+strict a rank does one thing at a time, in its program's order: blocking sends and receives rank messages of a rank run
+one at a time, in posting order: NCCL with one communicator, eagerly initialised pair messages of two ranks with each
+other do, either way: NCCL, lazily initialised directed messages from one rank to another do: torch 2.15's communicators
+per edge unlimited any number is in flight: gloo with tags buffered so, and a send is done when it is issued: whoever
+waits for it does not wait for its receive ==========
+============================================================================================================
 
 In all but strict a rank computes on while messages are under way. A message starts after the last computation that its
 rank issued before it, an action waits for the message that it uses, and a wait for the send that it names. Each model's
-order contains the next one's, so what is free of deadlock under one is so under all below it. Only the last two match
+order contains the next one's, so freedom from deadlock under one holds under all below it. Only the last two match
 messages by name; the others pair the k-th send of a channel with its k-th receive.
 
-Those others may have room: they keep so much of what is sent from one rank to another until it is received, and a send
-ends once its message is kept. Without room it ends with its receive. NCCL and MPI keep small messages; neither promises
-how much of them.
+Those others may have room: they keep so many messages from one rank to another until receipt, and a send ends once its
+message is kept. Without room it ends with its receive. NCCL and MPI keep small messages; neither promises how many.
 """
 
 from collections.abc import Mapping
@@ -31,7 +28,7 @@ from types import MappingProxyType
 
 
 class Transport(StrEnum):
-    """The models, from the one that waits most to the one that waits least."""
+    """Models, from most waits to fewest."""
 
     STRICT = "strict"
     RANK = "rank"
@@ -42,24 +39,24 @@ class Transport(StrEnum):
 
 
 class Queue(IntEnum):
-    """What shares a queue of messages that run one at a time: the number of things that tell queues of a rank apart."""
+    """Scope of a queue with messages one at a time: how many properties separate a rank's queues."""
 
     NONE = 0  # nothing: there is no queue
     RANK = 1  # all of a rank's
-    PAIR = 2  # those of two ranks, either way
-    DIRECTED = 3  # those from one rank to another
+    PAIR = 2  # all between two ranks, either way
+    DIRECTED = 3  # all from one rank to another
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a transport lets messages do.
+    """A transport's rules for messages.
 
     by_name: an end meets the other end of its name, or tag; else the k-th send of a channel meets its k-th receive.
-    queue: which messages run one at a time, in the order in which they are posted. blocking: who posts one waits for
-    it, there and then. buffered: a send is done when it is posted. keeps_sent: what is sent is kept until it is there,
-    also where nobody keeps the send's work. one_stream: what a rank asks of a communicator has one stream, in
-    which messages of a batch end as one, and each collective follows the one before. backend: what torch.distributed
-    calls the like. known_as: its everyday names. source: where that is known from.
+    queue: which messages run one at a time, in posting order. blocking: a rank that posts one waits for it, there and
+    then. buffered: a send is done when it is posted. keeps_sent: sent data is kept until it arrives, even if the
+    program drops the send's work. one_stream: a rank's requests to a communicator share one stream, in which messages
+    of a batch end as one, and each collective follows the one before. backend: torch.distributed's name for it.
+    known_as: its everyday names. source: the evidence.
     """
 
     by_name: bool
@@ -74,7 +71,7 @@ class Rules:
 
     @property
     def on_stream(self) -> bool:
-        """Whether ``wait()`` makes a device wait in the program's place, which goes on."""
+        """True if ``wait()`` makes the device wait, and the program goes on."""
         return self.one_stream and not self.blocking
 
 
@@ -133,11 +130,11 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
 
 
 class TransportNameError(ValueError):
-    """A name that no transport has."""
+    """An unknown transport name."""
 
 
 def transport_of(name: str) -> Transport:
-    """The transport of that name, or of that everyday name: ``gloo`` is unlimited. Raises ``TransportNameError``."""
+    """Find a transport by name, or by everyday name: ``gloo`` is unlimited. Raises ``TransportNameError``."""
     for transport, rules in RULES.items():
         if name in (transport.value, *rules.known_as):
             return transport
@@ -146,12 +143,12 @@ def transport_of(name: str) -> Transport:
 
 
 def everyday(transport: Transport) -> str:
-    """What one calls it: ``gloo`` for unlimited."""
+    """Everyday name: ``gloo`` for unlimited."""
     return (*RULES[transport].known_as, transport.value)[0]
 
 
 def keeps_none(transport: Transport) -> str:
-    """Why room says nothing of a transport, in words; empty where it does."""
+    """Say why room does not apply to a transport; empty if it does."""
     if not RULES[transport].by_name:
         return ""
     others = ", ".join(everyday(one) for one, rules in RULES.items() if not rules.by_name)

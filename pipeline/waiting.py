@@ -1,11 +1,11 @@
-"""What this rank is waiting for right now, in words, for whoever must explain a hang."""
+"""This rank's current wait, in words, to explain a hang."""
 
 DEFAULT_TIMEOUT_S = 120.0  # for a message, or for the other ranks to come, on a busy machine
 _note: object = None
 
 
 def current() -> str | None:
-    """The sentence of the wait in progress, e.g. ``1RECV_F0 from rank 0``; None while nothing is waited for.
+    """Describe the wait in progress, e.g. ``1RECV_F0 from rank 0``; None without one.
 
     Safe to call from another thread of the same process: it reads one reference.
     """
@@ -13,10 +13,10 @@ def current() -> str | None:
 
 
 class waiting:
-    """Say what is waited for while the block runs; ``note`` is turned into text only if somebody asks.
+    """Name the current wait during the block; ``note`` becomes text only on demand.
 
     A class, because every message passes here and contextlib's generators cost several times as much; with a small
-    letter, because it reads as a verb where it is used.
+    letter, because it reads as a verb in use.
     """
 
     def __init__(self, note: object) -> None:

@@ -1,1 +1,1 @@
-"""Single-device models and a plain training loop: what every schedule is compared with."""
+"""Single-device models and a plain training loop: the standard for every schedule."""

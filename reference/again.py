@@ -1,4 +1,4 @@
-"""A stage as a model of its own: its calls run again as they ran, and what flowed back to each is its objective."""
+"""A stage as a model: its calls run again, with the gradients that flowed back as objective."""
 
 import copy
 import random
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from pipeproof.reference.attributes import Attribute, attributes_of, changed, put_back
+from pipeproof.reference.attributes import Attribute, attributes_of, list_changed, put_back
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom
 from pipeproof.reference.generators import Generator, GeneratorState, set_states_on, states_on
 from pipeproof.reference.graph import hook_first
 
 _run_again = set[int]()  # the ids of modules
-Tensors = Callable[[object], list[Tensor]]  # those in a structure that this process can read, in order
+Tensors = Callable[[object], list[Tensor]]  # readable tensors in a structure, in order
 
 
 @dataclass(frozen=True)
 class State:
-    """What a call of a module depends on besides its inputs and its weights, as it was when the call began.
+    """A call's dependencies besides inputs and weights, at its start.
 
-    ``drawn``: the state of each device's random numbers, by device; ``python`` and ``arrays``: of Python's own and of
-    numpy's; ``generators``: other ones, and their states. ``training``: of each module inside, in order. ``autocast``:
-    by device, whether it is on, and its type. ``buffers`` by name, also those that are none yet; what several names
-    share is one here as well. ``attributes``: what else modules have; they are put back in a ``whole`` one.
+    ``drawn``: random number state by device; ``python`` and ``arrays``: Python's and numpy's; ``generators``: other
+    ones, with their states. ``training``: of each module inside, in order. ``autocast``: by device, whether it is on,
+    and its type. ``buffers`` by name, also empty ones; names that share a buffer share it here too. ``attributes``:
+    other module members; a ``whole`` state restores them.
     """
 
     drawn: Mapping[torch.device, Tensor]
@@ -45,7 +45,7 @@ class State:
 
     @staticmethod
     def of(module: nn.Module, generators: Sequence[Generator] = ()) -> "State":
-        """The state that a call of ``module`` would have now, which may draw from these ``generators``."""
+        """Capture the state for a call now, with ``generators`` that it may draw from."""
         devices = _devices(module)
         return State(
             states_on(devices),
@@ -62,11 +62,11 @@ class State:
         )
 
     @contextmanager
-    def resumed(self, module: nn.Module) -> Iterator[None]:
-        """While this is open, a call of ``module`` has this state; then all is as before, but for random numbers.
+    def resume(self, module: nn.Module) -> Iterator[None]:
+        """Give calls this state; afterwards restore everything but random numbers.
 
-        Those go on from there, as for a loss that draws some. Buffers are others meanwhile: a backward may still need
-        those that a call has written to.
+        Those go on from there, as for a loss that draws some. Buffers are replaced meanwhile: a backward may still need
+        the ones that a call has written to.
         """
         modes = tuple(part.training for part in module.modules())
         buffers = [(part, dict(part._buffers)) for part in module.modules()]
@@ -86,7 +86,7 @@ class State:
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """While this is open, types are cast as in the call."""
+        """Cast types like the call."""
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self.autocast.items():
                 if enabled or torch.is_autocast_enabled(kind):  # not every device knows how to cast
@@ -95,22 +95,22 @@ class State:
 
     @property
     def casts(self) -> bool:
-        """Whether any types are cast in the call."""
+        """True if autocast changes types in the call."""
         return any(enabled for enabled, _ in self.autocast.values())
 
     @property
     def drew(self) -> bool:
-        """Whether anything was drawn since, where a device draws."""
+        """True if random numbers were drawn since the capture."""
         now = states_on(self.drawn)
         on_devices = any(not torch.equal(now[device], state) for device, state in self.drawn.items())
         return on_devices or any(kept.moved for kept in self.generators)
 
     def with_attributes(self) -> "State":
-        """The same with what modules had in attributes, too."""
+        """Include module attributes."""
         return replace(self, whole=True)
 
     def in_training(self) -> "State":
-        """The same with everything in training mode."""
+        """Set everything to training mode."""
         return replace(self, training=(True,) * len(self.training))
 
     def _draw(self) -> None:
@@ -122,11 +122,8 @@ class State:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While this is open, ``modules`` are run again.
-
-    Backwards can run, and no types are cast where they are, whatever the caller set.
-    """
+def keep_undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Allow ``modules`` to run again: backwards can run, and no types are cast on their devices."""
     every = list(modules)
     own = {id(part) for module in every for part in module.modules()} - _run_again
     with ExitStack() as stack:
@@ -141,7 +138,7 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_run_again(module: nn.Module) -> bool:
-    """Whether its calls are none of a step that anybody watches, but come from one that is checked."""
+    """True if calls come from a check, not from a watched step."""
     return id(module) in _run_again
 
 
@@ -165,7 +162,7 @@ def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def _as_now(kept: Tensor | None, now: Tensor | None) -> Tensor | None:
-    """``kept``, where and as wide as it is ``now``: the model may be a wider copy."""
+    """Move ``kept`` to the device and width of ``now``: the model may be a wider copy."""
     if kept is None or now is None:
         return kept
     return kept.to(now.device, now.dtype if now.is_floating_point() else kept.dtype)
@@ -177,17 +174,16 @@ def _put_back(buffers: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 class _Here:
-    """In the place of a tensor that is kept apart."""
+    """A placeholder for a tensor kept elsewhere."""
 
 
 @dataclass(frozen=True)
 class Called:
-    """A call of a module, as it was when it began: its tensors, what else it was given, and its state.
+    """A module call at its start: tensors, further arguments, and state.
 
-    ``wanting`` are the numbers of those tensors that want a gradient. Of one that was given in several places the first
-    counts, and ``repeated`` has its number for the others. ``places`` are the devices that they were on: they may be
-    kept elsewhere. ``flows`` are the gradients that came to what it gave, by number, in its first backward, and
-    ``parts`` those of all, each once, by digest; whoever sees them come notes them here.
+    ``wanting``: numbers of tensors that want a gradient. A tensor given in several places counts at the first, and
+    ``repeated`` maps the others to it. ``places``: the tensors' devices: they may be kept elsewhere. ``flows``: by
+    number, output gradients in its first backward; ``parts``: all of them, each once, by digest; observers fill both.
     """
 
     tensors: tuple[Tensor, ...]
@@ -210,18 +206,18 @@ class Called:
         copy: Callable[[Tensor], Tensor],
         generators: Sequence[Generator] = (),
     ) -> "Called":
-        """The call that begins now; ``copy`` copies a tensor to where it is kept."""
+        """Capture a call that begins now; ``copy`` moves a tensor to storage."""
         leaves, form = tree_flatten((tuple(arguments), dict(named)))
         own = {id(one) for one in tensors(leaves)}
-        seen = [one for one in leaves if id(one) in own]
+        observed = [one for one in leaves if id(one) in own]
         others = tuple(_Here() if id(one) in own else one for one in leaves)
-        repeated = repeats(seen)
-        wanting = frozenset(k for k, one in enumerate(seen) if one.requires_grad and k not in repeated)
-        kept, places = tuple(copy(one.detach()) for one in seen), tuple(one.device for one in seen)
+        repeated = repeats(observed)
+        wanting = frozenset(k for k, one in enumerate(observed) if one.requires_grad and k not in repeated)
+        kept, places = tuple(copy(one.detach()) for one in observed), tuple(one.device for one in observed)
         return Called(kept, places, others, form, State.of(module, generators), wanting, repeated)
 
-    def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it was called with, with these in place of its tensors: copies, for the module may write to them."""
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Rebuild the arguments with given tensors: copies, since the module may write to them."""
         there = [one.to(place) for one, place in zip(tensors, self.places, strict=True)]
         own = [one if one.requires_grad else one.clone() for one in there]
         rest = iter([own[self.repeated.get(k, k)] for k in range(len(own))])
@@ -230,26 +226,25 @@ class Called:
         return arguments, named
 
     def sum_of(self, output: int, digests: Iterable[bytes]) -> Tensor:
-        """The sum of those of its ``parts`` that have these ``digests``."""
+        """Sum the parts with given digests."""
         return reduce(torch.add, (self.parts[output][one] for one in digests))
 
     def __deepcopy__(self, memo: object) -> "Called":
-        return self  # whoever copies a model, or what it is given, has no use for another
+        return self  # copies of a model, or of its inputs, share calls
 
 
 def repeats(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """The number of each tensor that is the very one of an earlier number, with the first of those."""
+    """Map repeated tensors' numbers to the first one's."""
     first: dict[int, int] = {}
     each = [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
     return {number: one for number, one in enumerate(each) if one != number}
 
 
 class Again(nn.Module):
-    """A ``stage``, called as it was: of a call and its tensors, what the stage makes of them.
+    """Repeats a stage's calls: from a call and tensors to the outputs.
 
-    It has the stage's own members, under the names that they have there. ``others``: the generators of random numbers
-    that its first call drew from, and whose states are not known, and those of what else ran with it. Either
-    raises ``KeptElsewhere`` where a state is.
+    It has the stage's own members, under the same names. ``others``: random generators with unknown states that its
+    first call drew from, and those of other code in it. Either raises ``KeptElsewhere`` for a hidden state.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -268,17 +263,17 @@ class Again(nn.Module):
         return made
 
     def forward(self, called: Called, *tensors: Tensor) -> Any:
-        """What the stage returns."""
+        """Call the stage once more."""
         stage: nn.Module = self.__dict__["stage"]
-        arguments, named = called.given(tensors)
-        with called.state.resumed(stage), self.looking(called.state):
+        arguments, named = called.arguments(tensors)
+        with called.state.resume(stage), self.looking(called.state):
             made = stage(*arguments, **named)
             self.__dict__["drew"] = self.__dict__["drew"] or called.state.drew
             return made
 
     @contextmanager
     def looking(self, state: State, who: str = "") -> Iterator[None]:
-        """While it runs for the first time, note what it draws from: its call, or ``who`` else computes with it."""
+        """Watch the first run for its random generators: the stage's call, or ``who`` computes with it."""
         if who in self.__dict__["others"]:
             yield
             return
@@ -287,18 +282,18 @@ class Again(nn.Module):
             yield
         self.__dict__["others"][who] = tuple(drawn.others)
 
-    def changed_since(self, called: Called) -> list[str]:
-        """The attributes that the stage has no more as it had them in that call, by their names."""
-        return changed(self.__dict__["stage"], called.state.attributes)
+    def list_changed(self, called: Called) -> list[str]:
+        """List attributes that changed on the stage since the call."""
+        return list_changed(self.__dict__["stage"], called.state.attributes)
 
     @property
     def drawn_from(self) -> tuple[str, Generator] | None:
-        """Who draws from a generator whose state is not known, and that."""
+        """A generator with an unknown state, and its user."""
         return next(((who, one) for who, those in self.__dict__["others"].items() for one in those), None)
 
 
 class _Flow(torch.autograd.Function):
-    """One number made of tensors, in whose backward each gets its own gradient, bit for bit."""
+    """A number made from tensors; its backward gives each the right gradient, bit for bit."""
 
     @staticmethod
     def forward(ctx: Any, flows: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -313,25 +308,25 @@ class _Flow(torch.autograd.Function):
 
 
 def _whole(came: Tensor, *, flow: Tensor, note: Callable[[Tensor], None]) -> Tensor:
-    """The gradient of an output as it was in the step: ``flow``, all that came to it, in place of that and more."""
+    """Replace an output's gradient by the step's: ``flow``, everything that came to it, in place of that and more."""
     own = flow.to(came.device, came.dtype)
     if not torch.equal(came, own) and not torch.allclose(came, own, rtol=0, atol=0, equal_nan=True):
         note(came - own)
     return own
 
 
-def flowed(
+def objective_of(
     output: object,
     flows: Mapping[int, Tensor],
     *,
     tensors: Tensors = tree_leaves,
     note: Callable[[int, Tensor], None] = lambda number, more: None,
 ) -> Tensor:
-    """The objective of a stage to whose ``output`` these gradients came: its backward hands them on as they are.
+    """Build the objective for a stage from output gradients: its backward hands them on unchanged.
 
     Its value is the size of the product of both, element by element: other random numbers would change that, and
-    rounding hardly does, for nothing in it cancels. ``note`` is told how much of the gradient of an output came from
-    others that the stage made of it, and not from behind the stage.
+    rounding hardly does, for nothing in it cancels. ``note`` receives the part of an output's gradient that came from
+    other outputs made from it, not from behind the stage.
     """
     every = tensors(output)
     pairs = [(every[number], flow) for number, flow in flows.items() if every[number].requires_grad]

@@ -1,4 +1,4 @@
-"""What a module has in attributes besides parameters, buffers and modules, as it was when it was called."""
+"""A module's attributes besides parameters, buffers and submodules, at its call."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,9 @@ _NONE = object()
 
 @dataclass(frozen=True)
 class Attribute:
-    """That of the module of this ``number`` among those inside: a number, a text, or a tensor that trains nothing.
+    """An attribute on a numbered module: a number, a text, or an untrained tensor.
 
-    ``value`` gives it as it was; None where a tensor is gone, or was written to since.
+    ``value`` returns its original; None if a tensor is gone, or was written to since.
     """
 
     number: int
@@ -26,7 +26,7 @@ class Attribute:
 
 
 def attributes_of(module: nn.Module) -> Iterator[Attribute]:
-    """Those of ``module`` and the modules inside. Tensors are not copied, and what may be large is not kept alive."""
+    """Yield attributes from ``module`` and its submodules. Tensors stay uncopied; large ones are not kept alive."""
     for number, part in enumerate(module.modules()):
         for name, value in vars(part).items():
             if name in _OF_TORCH:
@@ -37,8 +37,8 @@ def attributes_of(module: nn.Module) -> Iterator[Attribute]:
                 yield Attribute(number, name, _tensor(value))
 
 
-def changed(module: nn.Module, attributes: Iterable[Attribute]) -> list[str]:
-    """The names of those that ``module`` has no more as they were, as far as that is known."""
+def list_changed(module: nn.Module, attributes: Iterable[Attribute]) -> list[str]:
+    """List attributes that changed on ``module``, if known."""
     parts = [(path, vars(part)) for path, part in module.named_modules()]
     found = [(parts[one.number], one, one.value()) for one in attributes]
     others = [(path, one) for (path, own), one, was in found if was is not None and own.get(one.name) is not was[0]]
@@ -47,7 +47,7 @@ def changed(module: nn.Module, attributes: Iterable[Attribute]) -> list[str]:
 
 @contextmanager
 def put_back(module: nn.Module, attributes: tuple[Attribute, ...]) -> Iterator[None]:
-    """While this is open, ``module`` has these; what was not written to meanwhile is then as before."""
+    """Restore these attributes in ``module`` for a while; afterwards undo it, except for new writes."""
     parts = [vars(part) for part in module.modules()]
     left = list[tuple[dict[str, object], str, object, object]]()
     for one in attributes:
@@ -80,6 +80,6 @@ def _tensor(tensor: Tensor) -> Callable[[], tuple[object] | None]:
 
 
 def _as_now(kept: object, now: object) -> object:
-    """``kept``, as wide as it is ``now``: the model may be a wider copy."""
+    """Widen ``kept`` like ``now``: the model may be a wider copy."""
     both = isinstance(kept, Tensor) and isinstance(now, Tensor) and kept.is_floating_point()
     return kept.to(now.dtype) if both and now.dtype == torch.float64 else kept  # type: ignore[attr-defined]

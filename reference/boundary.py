@@ -1,6 +1,6 @@
-"""What crosses the cuts when a model is cut into stages: one device, one microbatch at a time.
+"""Tensors at the cuts of a model in stages: one device, one microbatch at a time.
 
-The graph is cut where a pipeline cuts it, which on one device does not change a bit.
+The graph is cut at a pipeline's boundaries, which on one device does not change a bit.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Boundary:
-    """One microbatch's tensors at the cuts; entry s of each field is stage s's.
+    """One microbatch's tensors at the cuts; entry s of each field belongs to stage s.
 
-    ``outputs[-1]`` is what the loss function takes; ``loss`` is undivided. ``output_gradients`` are what each stage's
-    backward starts from, the last one's included, and ``input_gradients`` what it gives. ``flows`` is what comes into
-    each output in that backward: also what other outputs give that were made of it. All empty for evaluation.
+    ``outputs[-1]`` goes into the loss function; ``loss`` is undivided. ``output_gradients``: the start of each stage's
+    backward, the last one's included; ``input_gradients``: its result. ``flows``: gradients of each output in that
+    backward, including those from other outputs made from it. All empty for evaluation.
     """
 
     inputs: tuple[Tensors, ...]
@@ -37,7 +37,7 @@ class Boundary:
 def boundary(
     model: Model, batch: Batch, *, stages: Sequence[range], loss_fn: LossFn, divisor: float, training: bool = True
 ) -> Boundary:
-    """``batch`` through ``model`` cut into ``stages``, ranges of layers, and back unless this is evaluation."""
+    """Run ``batch`` through ``model`` cut into ``stages``, ranges of layers, and back unless in evaluation."""
     model.train(training)
     with nullcontext() if training else torch.no_grad():
         inputs, outputs, given = [], [], batch.inputs
@@ -52,7 +52,7 @@ def boundary(
 
 
 def run_layers(model: Model, layers: Sequence[int], inputs: Tensors) -> Tensors:
-    """What ``layers`` of ``model`` make of ``inputs``."""
+    """Run ``layers`` of ``model`` on ``inputs``."""
     for layer in layers:
         for piece in model.layers[layer]:
             found = model.get_submodule(piece)(*inputs)
@@ -74,7 +74,7 @@ def _backward(made: Boundary, outputs: Sequence[Tensors], objective: Tensor) -> 
 
 
 def _gradients(outputs: Tensors, received: Gradients, inputs: Tensors) -> Gradients:
-    """The gradient of every one of ``inputs``, None where none flows."""
+    """Compute input gradients, None without flow."""
     given = [
         (output, gradient)
         for output, gradient in zip(outputs, received, strict=True)

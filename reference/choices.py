@@ -1,9 +1,9 @@
-"""Which of several are chosen by their scores, as a router's experts are: seen, and chosen otherwise where told so.
+"""Choices by scores, like a router's experts: observed, and replaced on request.
 
-Routers differ in all but this: they call ``topk``, ``argmax`` or ``max`` on scores, and go by the indices. So it is
-these calls that are looked at, wherever they are made while a router's forward runs.
+Routers differ in all but this: they call ``topk``, ``argmax`` or ``max`` on scores, and go by the indices. So these
+calls are watched, wherever they happen during a router's forward.
 
-Legend: T tokens, or whatever else something is chosen for; E that are chosen among; K that are chosen.
+Legend: T tokens, or other choosers; E options; K chosen ones.
 """
 
 import sys
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The arguments of operations that choose, with what stands for those that are not given.
+# Arguments of choosing operations, with their defaults.
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "topk": {"input": None, "k": None, "dim": -1, "largest": True},
@@ -26,16 +26,15 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "max": {"input": None, "dim": None},
     }
 )
-Chosen = Sequence[Tensor]  # what a router chose, call by call: (T, K)
+Chosen = Sequence[Tensor]  # a router's choices, call by call: (T, K)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice: by which ``scores_TE``, and the indices ``chosen_TK``; ``own_TK`` are those that the scores say.
+    """One choice: ``scores_TE``, and the indices ``chosen_TK``; ``own_TK`` follow from the scores.
 
-    of_tokens: it is made along the dimension whose elements lie side by side, as that of experts is. Along another one,
-    experts choose tokens.
-    of_values: it may have been made for the largest score alone, as ``max`` is before a softmax.
+    of_tokens: made along the innermost dimension, as of experts. Along another one, experts choose tokens. of_values:
+    perhaps made for the largest score alone, as ``max`` before a softmax.
     """
 
     scores_TE: Tensor
@@ -44,28 +43,28 @@ class Choice:
     of_tokens: bool = True
     of_values: bool = False
 
-    def short_T(self, seen_TK: Tensor) -> Tensor:
-        """By how much the least of ``seen_TK`` is below the largest that is not among them; 0 where it is not below."""
+    def short_T(self, observed_TK: Tensor) -> Tensor:
+        """Measure how far ``observed_TK`` falls below the largest score outside it; else 0."""
         scores_TE = self.scores_TE.double()
-        least_T = scores_TE.gather(-1, seen_TK).amin(-1)
-        left_T = scores_TE.scatter(-1, seen_TK, -torch.inf).amax(-1)
+        least_T = scores_TE.gather(-1, observed_TK).amin(-1)
+        left_T = scores_TE.scatter(-1, observed_TK, -torch.inf).amax(-1)
         return torch.where(left_T > least_T, left_T - least_T, 0.0)
 
     def for_tokens(self, tokens: int) -> "Choice":
-        """The same, made for so many tokens, or among them, where their number tells which; 0: nobody knows it."""
+        """Decide by the number of tokens whether tokens chose, or experts; 0: unknown."""
         fits = [bool(tokens) and size % tokens == 0 for size in self.scores_TE.shape]
         return self if fits[0] == fits[1] else replace(self, of_tokens=fits[0])
 
 
 def same_T(one_TK: Tensor, other_TK: Tensor) -> Tensor:
-    """For which tokens the same are chosen, in whatever order."""
+    """Mask tokens with equal choices, in any order."""
     return (one_TK.sort(dim=-1).values == other_TK.sort(dim=-1).values).all(dim=-1)
 
 
 def of_experts(choices: Sequence[Choice]) -> list[int]:
-    """The numbers of those of a router by which tokens get their experts, the last of them last; none: experts choose.
+    """Number a router's choices that give tokens their experts, in order; empty if experts choose.
 
-    They are made by scores, and among the most. Others choose groups of experts, or places in an expert's capacity.
+    They use scores, among the most options. Others choose groups of experts, or places in an expert's capacity.
     """
     own = [number for number, one in enumerate(choices) if one.of_tokens and one.scores_TE.is_floating_point()]
     own = [number for number in own if not choices[number].of_values] or own
@@ -79,32 +78,32 @@ Choices = Mapping[str, Sequence[Choice]]  # by the name of the router, in the or
 
 @dataclass(frozen=True)
 class Routers:
-    """Modules that choose, by ``names``: whole ones, their endings, or patterns of either, as ``layers.*.router``.
+    """Modules that choose, by ``names``: whole, as endings, or as patterns, like ``layers.*.router``.
 
-    ``told``: what they are to choose in place of what their scores say, by the whole name.
+    ``imposed``: choices to impose in place of the scores', by whole name.
     """
 
     names: tuple[str, ...] = ()
-    told: Mapping[str, Chosen] = field(default_factory=dict)
+    imposed: Mapping[str, Chosen] = field(default_factory=dict)
 
     def following(self, choices: Choices) -> "Routers":
-        """The same, where routers are to choose as they did there."""
-        return replace(self, told={name: [one.chosen_TK for one in every] for name, every in choices.items()})
+        """Make routers repeat ``choices``."""
+        return replace(self, imposed={name: [one.chosen_TK for one in every] for name, every in choices.items()})
 
     def among(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Those that ``model`` has."""
+        """Routers in ``model``, with their names."""
         return {module: name for name, module in model.named_modules() if self.has(name)}
 
     def has(self, name: str) -> bool:
-        """Whether a module of this name is one."""
+        """True if ``name`` matches a router."""
         return any(fnmatchcase(f".{name}", f"*.{ending}") for ending in self.names)
 
 
 class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """While it is open, ``look`` is told of each choice, and gives what is to be chosen in its place.
+    """Call ``look`` for each choice, and use its answer instead.
 
     It stands below autograd, so that the choice is the operation's own result, whose backward goes by it, and so that
-    what a backward computes again is seen, too.
+    recomputation in a backward is observed, too.
     """
 
     supports_higher_order_operators = True
@@ -125,9 +124,9 @@ class Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
 @dataclass(frozen=True)
 class Pick:
-    """A call that chooses: among ``scores`` along ``dim``, these ``indices``, which have that dimension.
+    """A choosing call: ``indices`` among ``scores`` along ``dim``, with that dimension.
 
-    single: the result has it not. values: it has the chosen scores, too. name: the operation's.
+    single: the result lacks it. values: it has the chosen scores, too. name: the operation's.
     """
 
     scores: Tensor
@@ -139,13 +138,13 @@ class Pick:
 
     @classmethod
     def of(cls, func: Any, made: Any, given: Sequence[Any], named: Mapping[str, Any]) -> "Pick | None":
-        """The call of ``func``, which ``made`` that; None where it is no choice, such as that of the largest of all."""
+        """Recognise a choosing call from ``func`` and its result; None for anything else, like the overall maximum."""
         name = getattr(func, "__name__", "").partition(".")[0]
         if name not in _ARGUMENTS:
             return None
-        told = {**_ARGUMENTS[name], **dict(zip(_ARGUMENTS[name], given, strict=False)), **named}
-        scores, dim, values = told["input"], told.get("axis", told["dim"]), isinstance(made, tuple)
-        least = told.get("largest") is False
+        arguments = {**_ARGUMENTS[name], **dict(zip(_ARGUMENTS[name], given, strict=False)), **named}
+        scores, dim, values = arguments["input"], arguments.get("axis", arguments["dim"]), isinstance(made, tuple)
+        least = arguments.get("largest") is False
         if least or not isinstance(scores, Tensor) or not isinstance(dim, int) or not scores.dim():
             return None
         indices = made[1] if values else made
@@ -154,19 +153,19 @@ class Pick:
 
     @property
     def choice(self) -> Choice:
-        """It, as its scores say."""
+        """The choice by its scores."""
         own_TK, strides = self.rows(self.indices), zip(self.scores.stride(), self.scores.shape, strict=True)
         # Scores may have been transposed.
         innermost = all(self.scores.stride(self.dim) <= stride for stride, size in strides if size > 1 and stride)
         return Choice(self.rows(self.scores), own_TK, own_TK, innermost, self.name == "max")
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with what is chosen along its last dimension, and all others together before it. Detached."""
+        """Move options to the last dimension, and flatten the rest before it. Detached."""
         moved = tensor.detach().movedim(self.dim, -1)
         return moved.reshape(-1, moved.shape[-1])
 
     def giving(self, chosen_TK: Tensor) -> Any:
-        """What the call gives where these are chosen."""
+        """The call's result for these choices."""
         indices = chosen_TK.reshape(self.indices.movedim(self.dim, -1).shape).movedim(-1, self.dim).contiguous()
         both = [self.scores.gather(self.dim, indices), indices]
         values, indices = [one.squeeze(self.dim) for one in both] if self.single else both
@@ -174,7 +173,7 @@ class Pick:
 
 
 def running() -> list[nn.Module]:
-    """The modules of which a method is running, the outermost first: who called whom is all that a hook would say."""
+    """Modules with a running method, outermost first: the caller's stack, as far as hooks could show it."""
     found: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -188,9 +187,9 @@ def running() -> list[nn.Module]:
 
 @contextmanager
 def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, list[Choice]]]:
-    """While it is open, the routers of ``model`` choose as they are told; gives all choices of one forward.
+    """Make a model's routers choose as requested; yield all choices in a forward.
 
-    What a backward computes again chooses as the forward did. Without routers nothing is looked at.
+    Recomputation in a backward repeats the forward's choices. Without routers nothing is watched.
     """
     found: dict[str, list[Choice]] = {}
     if routers is None:
@@ -210,8 +209,8 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
         if router is None:
             return own.own_TK
         name = named[router]
-        made, told = found.setdefault(name, []), routers.told.get(name, ())
-        wanted = told[len(made)].to(own.own_TK) if len(made) < len(told) else own.own_TK
+        made, imposed = found.setdefault(name, []), routers.imposed.get(name, ())
+        wanted = imposed[len(made)].to(own.own_TK) if len(made) < len(imposed) else own.own_TK
         kept = replace(own, scores_TE=own.scores_TE.clone(), chosen_TK=wanted)
         made.append(kept.for_tokens(tokens.get(router, 0)))
         return wanted
@@ -226,5 +225,5 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
 
 
 def in_backward() -> bool:
-    """Whether a backward runs in this thread, which computes a forward again."""
+    """True during a backward in this thread, which recomputes a forward."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""What one microbatch gives, and how it falls to the stages."""
+"""A microbatch's contribution, divided among stages."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from pipeproof.reference.accumulation import Gradient, added
+from pipeproof.reference.accumulation import Gradient, add_parts
 from pipeproof.reference.choices import Choices
 
 Of = TypeVar("Of")
@@ -16,11 +16,11 @@ Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one microbatch gives: its undivided loss, and its gradient in every site.
+    """One microbatch's contribution: its undivided loss, and its gradient at every site.
 
-    uses: of a parameter that is used several times, by its first name, what each use gives, where that is known apart.
-    inputs: by number, what flows to those inputs that want a gradient, as a stage hands it on. outputs: what the recipe
-    names of the model's output. choices: what routers chose for it.
+    uses: for a parameter used several times, by its first name, each use's gradient, if known separately. inputs: by
+    number, gradients of inputs that want one, as a stage hands them on. outputs: the recipe's named outputs. choices:
+    of routers.
     """
 
     loss: float
@@ -31,15 +31,15 @@ class Contribution:
     choices: Choices = field(default_factory=dict)
 
     def under(self, owner: Mapping[str, Stage]) -> "Contribution":
-        """The same, with every parameter name's site at that name's ``owner``."""
+        """Move every parameter name's site to its ``owner``."""
         return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
 
 
 def parts_of(contributions: Sequence[Contribution], shared: Mapping[str, Iterable[Site]]) -> dict[Site, list[Gradient]]:
-    """What every microbatch gives in every site.
+    """Each microbatch's gradient at every site.
 
-    ``shared``: all sites of a parameter of which nothing but its uses is apart. Its stages have a use of it each, in
-    their order, where there are as many uses as stages, and all microbatches tell them apart. Else one site has them.
+    ``shared``: all sites of a parameter with separate uses only. Its stages get a use each, in order, if there are as
+    many uses as stages, and all microbatches separate them. Else one site has all.
     """
     parts = {site: [one.gradients[site] for one in contributions] for site in contributions[0].gradients}
     for name, sites in shared.items():
@@ -56,16 +56,16 @@ def parts_of(contributions: Sequence[Contribution], shared: Mapping[str, Iterabl
 def with_copies_joined(
     each: Mapping[Site, list[Gradient]], tied: Iterable[Collection[Site]]
 ) -> dict[Site, list[Gradient]]:
-    """The sums of every replica by site, with what sites of one parameter have added up in the first stage of them."""
+    """Every replica's sums by site, with a parameter's sites added up in its first stage."""
     joined = dict(each)
     for copies in tied:
         shares = by_stage(copies, each)
-        whole = [added(own) for own in zip(*shares.values(), strict=True)]
+        whole = [add_parts(own) for own in zip(*shares.values(), strict=True)]
         for site in (site for site in copies if site in each):
             joined[site] = whole if site[0] == min(shares) else [None] * len(whole)
     return joined
 
 
 def by_stage(copies: Iterable[Site], of: Mapping[Site, Of]) -> dict[Stage, Of]:
-    """What stages have of one parameter, in their order: names of it within a stage are one use, and have the same."""
+    """Values per stage for one parameter, in order: its names within a stage are one use, and equal."""
     return {site[0]: of[site] for site in sorted(copies) if site in of}

@@ -1,4 +1,4 @@
-"""A deep copy of a model that may hold what cannot be copied."""
+"""Deep copies for models with uncopyable members."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,25 +12,25 @@ from torch.overrides import TorchFunctionMode
 Value = TypeVar("Value")
 
 
-def copied(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int, object] | None = None) -> Value:
-    """A deep copy of ``value``, which shares with it what cannot be copied: a process group, a lock, a module.
+def deep_copy(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[int, object] | None = None) -> Value:
+    """Deep copy ``value``, sharing uncopyable members: a process group, a lock, a module.
 
-    ``sharing``: what it shares besides. ``instead``: by the id of an object, what the copy has in its place. Raises
-    what ``deepcopy`` raises where that is a module or a parameter: what is done to the copy may not reach it.
+    ``sharing``: further shared objects. ``instead``: by an object's id, its replacement in the copy. Raises
+    ``deepcopy``'s error for a module or a parameter: changes to the copy must not reach it.
     """
     shared: dict[int, object] = {**{id(one): one for one in sharing}, **(instead or {})}
     while True:
         try:
             return copy.deepcopy(value, dict(shared))
         except Exception as error:  # no one type: every object has its own way to refuse
-            stuck = _uncopied(error)
+            stuck = _find_uncopied(error)
             if stuck is value or id(stuck) in shared or isinstance(stuck, nn.Module | nn.Parameter):
                 raise
             shared[id(stuck)] = stuck
 
 
 def hooks_of(module: nn.Module) -> Iterator[object]:
-    """The hooks on ``module`` and in it, or what they are methods of; without those that are of its own modules."""
+    """Yield hooks on ``module`` and inside, or the objects behind their methods; without its submodules."""
     own = {id(part) for part in module.modules()}
     for part in module.modules():
         for name in (one for one in vars(part) if one.endswith("_hooks")):
@@ -41,7 +41,7 @@ def hooks_of(module: nn.Module) -> Iterator[object]:
 
 
 def tensors_shared() -> TorchFunctionMode:
-    """While this is open, a deep copy has the very tensors."""
+    """Make deep copies share tensors."""
     return _TensorsShared()
 
 
@@ -51,7 +51,7 @@ class _TensorsShared(TorchFunctionMode):
         return args[0] if func is Tensor.__deepcopy__ else func(*(args or ()), **(kwargs or {}))
 
 
-def _uncopied(error: Exception) -> object:
-    """The object at which ``deepcopy`` raised ``error``: the innermost that it was asked to copy."""
+def _find_uncopied(error: Exception) -> object:
+    """Find the object at which ``deepcopy`` raised ``error``: the innermost."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is copy.deepcopy.__code__]
     return frames[-1].f_locals["x"]

@@ -1,4 +1,4 @@
-"""Parameters of which several stages have a copy each."""
+"""Parameters with a copy in each of several stages."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,9 +8,9 @@ from torch import nn
 def copies_apart(
     model: nn.Module, owner: Mapping[str, int], more: Collection[tuple[int, str]] = ()
 ) -> list[Mapping[int, str]]:
-    """For each parameter with several names that lie in several stages: the name of its copy by stage.
+    """Find parameters with several names in several stages: the name of each copy by stage.
 
-    ``owner`` has the stage of every name, and ``more`` are further copies, by stage and name.
+    ``owner``: the stage of every name; ``more``: further copies, by stage and name.
     """
     by_tensor: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Microbatches, from real text that every Python installation ships, and synthetic ones.
+"""Microbatches: real text from every Python installation, and synthetic ones.
 
 Legend: B rows, T tokens, C width, M microbatches.
 """
@@ -19,9 +19,9 @@ IGNORED = -100  # cross entropy's mark for a target that does not count
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: the model's ``inputs``, the loss's ``target``, and how many targets count (``tokens``).
+    """One microbatch: the model's ``inputs``, the loss's ``target``, and the number of counting targets (``tokens``).
 
-    routers: those of the model whose choices are looked at, and what they are to choose for it; None: nobody looks.
+    routers: routers to watch, with choices to impose; None: not watched.
     """
 
     inputs: tuple[Tensor, ...]
@@ -31,27 +31,27 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Any, target: Any) -> "Batch":
-        """Of a user's pair: one input or several. Of classes, those count that cross entropy does not ignore."""
+        """Convert a user's pair: one input or several. Classes count unless cross entropy ignores them."""
         given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         if not isinstance(target, Tensor):
             return cls(given, target, 1)
         return cls(given, target, target.numel() if target.is_floating_point() else int((target != IGNORED).sum()))
 
     def following(self, choices: Choices) -> "Batch":
-        """This microbatch, for which routers are to choose as they did there."""
+        """Make routers repeat ``choices`` for this microbatch."""
         return self if self.routers is None else replace(self, routers=self.routers.following(choices))
 
     def through(self, model: nn.Module) -> Any:
-        """What ``model`` makes of it."""
+        """Run it through the model."""
         with choosing(model, self.routers):
             return model(*self.inputs)
 
     def to(self, device: str) -> "Batch":
-        """This microbatch on ``device``."""
+        """Move to ``device``."""
         return self._with(lambda tensor: tensor.to(device))
 
     def cast(self, dtype: torch.dtype) -> "Batch":
-        """This microbatch with its floating-point tensors as ``dtype``, and complex ones as pairs of that."""
+        """Cast floating-point tensors to ``dtype``, and complex tensors to pairs."""
 
         def as_dtype(tensor: Tensor) -> Tensor:
             if tensor.is_complex():
@@ -62,16 +62,16 @@ class Batch:
 
     @property
     def of_tensors(self) -> bool:
-        """Whether it is of tensors alone: a user's may have other things in it, which stay as they are."""
+        """True for tensors alone: a user's pair may have other members, which stay unchanged."""
         return all(isinstance(one, Tensor) for one in (*self.inputs, self.target))
 
     @property
     def wanting(self) -> dict[int, Tensor]:
-        """The inputs that want a gradient, by their numbers."""
+        """Inputs that want a gradient, by number."""
         return {k: one for k, one in enumerate(self.inputs) if isinstance(one, Tensor) and one.requires_grad}
 
     def of_leaves(self) -> "Batch":
-        """This microbatch, where those inputs are tensors of which nobody else has a gradient."""
+        """Replace inputs that want gradients by private leaves."""
         own = {k: one.detach().requires_grad_() for k, one in self.wanting.items()}
         return replace(self, inputs=tuple(own.get(k, one) for k, one in enumerate(self.inputs))) if own else self
 
@@ -82,7 +82,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What microbatches look like: rows, tokens per row, and whether these differ between microbatches.
+    """Microbatch shapes: rows, tokens per row, and whether they differ between microbatches.
 
     ragged: sequence lengths (rows, for models without tokens) differ. unequal: numbers of counting targets differ.
     """
@@ -95,7 +95,7 @@ class Shapes:
 
 @functools.cache
 def text() -> Tensor:
-    """Python's own language reference, as ASCII codes (about half a million, int64, one dimension)."""
+    """Python's language reference, in ASCII codes (about half a million, int64, one dimension)."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -105,7 +105,7 @@ def text() -> Tensor:
 
 
 def microbatches(model: str, *, count: int, shapes: Shapes, seed: int) -> list[Batch]:
-    """``count`` microbatches for ``model``, on the CPU, following from ``seed`` alone."""
+    """Make ``count`` microbatches for ``model``, on the CPU, from ``seed`` alone."""
     generator = torch.Generator().manual_seed(seed)
     make = _text_batch if model.startswith("gpt") else _row_batch
     return [make(model, shapes, generator, index) for index in range(count)]
@@ -127,7 +127,7 @@ def _text_batch(model: str, shapes: Shapes, generator: torch.Generator, index: i
 
 
 def _row_batch(model: str, shapes: Shapes, generator: torch.Generator, index: int) -> Batch:
-    """Random rows; rows are what counts, so unequal counts mean unequal numbers of rows."""
+    """Random rows; each row counts, so unequal counts mean unequal numbers of rows."""
     rows = shapes.rows + 2 + (index * 5 % 7 if shapes.ragged or shapes.unequal else 0)
     x_BC = torch.randn(rows, WIDTH, generator=generator)
     target_BC = torch.randn(rows, WIDTH, generator=generator)

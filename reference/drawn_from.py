@@ -1,4 +1,4 @@
-"""What a computation draws random numbers from."""
+"""Sources of a computation's random numbers."""
 
 import sys
 from collections import deque
@@ -26,28 +26,28 @@ from pipeproof.reference.generators import (
     states_on,
 )
 
-_SEEDING = frozenset({"seed", "manual_seed", "set_state", "setstate"})  # what comes after does not depend on before
+_SEEDING = frozenset({"seed", "manual_seed", "set_state", "setstate"})  # later draws do not depend on earlier ones
 _READING = frozenset({"get_state", "graphsafe_get_state", "clone_state"})
 _SETTING = frozenset({"set_state", "graphsafe_set_state"})
 _SHORT = 100  # members that are looked at
-_OURS = 2  # references to a generator that nobody else has by now: it was made for the computation alone
+_OURS = 2  # references to a generator without other holders: it was made for the computation alone
 _TORCH = f"{Path(torch.__file__).parent}{sep}"  # code that has no generator of numpy, and much of which compiles
-_FURTHER = 4  # steps from a name to what is looked for
+_FURTHER = 4  # steps from a name to a generator
 _HOLDERS: tuple[Any, ...] = (dict, list, tuple, deque, set)
 _PLAIN = (type(None), bool, int, float, str, bytes, FunctionType, CodeType)  # these have no members of interest
 
 
 class KeptElsewhere(Exception):
-    """A computation goes on drawing from a state that is kept out of sight: only who keeps it can put it back."""
+    """A computation draws from a hidden state: only its keeper can restore it."""
 
 
 class DrawnFrom(TorchFunctionMode):
-    """While this is open, ``others`` are the generators that a computation draws from, without those that are known.
+    """Collect ``others``: generators that a computation draws from, except known ones.
 
-    Torch's, Python's and numpy's own are known. One that is seeded before it is drawn from is no other, whoever has it.
-    Raises ``KeptElsewhere``, in the computation, where torch's own are set to a state that they did not have since this
-    was opened, and that none of ``devices`` has, if no keeper of states is known. While the job runs under cProfile,
-    the generators that operators of torch are given are all that is seen.
+    Torch's, Python's and numpy's own are known. One seeded before its first draw is no other, in any hands. Raises
+    ``KeptElsewhere``, in the computation, if torch's own get a state that neither they had since the start, nor any of
+    ``devices`` has, without a known keeper of states. While the job runs under cProfile, only generators given to torch
+    operators are observed.
     """
 
     def __init__(self, known: Iterable[Generator], devices: Iterable[torch.device]) -> None:
@@ -81,7 +81,7 @@ class DrawnFrom(TorchFunctionMode):
 
     @property
     def _can_profile(self) -> bool:
-        """Whether the profiler that there is can be put back: nobody can do that for one in C, such as cProfile."""
+        """True if the current profiler can be restored: impossible for one in C, such as cProfile."""
         return self._outer is None or callable(self._outer)
 
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
@@ -100,17 +100,17 @@ class DrawnFrom(TorchFunctionMode):
                 self._method(one, name, begins=event == "c_call")
 
     def _read_code(self, frame: FrameType) -> None:
-        """Numpy's generators are compiled, and no profiler is told of their methods: look for them by name."""
+        """Look for numpy's generators by name: they are compiled, and profilers see no call."""
         if frame.f_code in self._read or frame.f_code.co_filename.startswith(_TORCH):
             return
         self._read.add(frame.f_code)
         names = frame.f_code.co_names
-        for one in _within_reach([*map(frame.f_globals.get, names), *frame.f_locals.values()], names):
+        for one in _reach([*map(frame.f_globals.get, names), *frame.f_locals.values()], names):
             if issubclass(type(one), numpy.random.Generator | numpy.random.RandomState):
                 self._mentioned.setdefault(id(one), GeneratorState.of(one))
 
     def _method(self, one: Generator, name: str, *, begins: bool) -> None:
-        """A method of a generator begins, or has returned."""
+        """Handle the begin or return of a generator's method."""
         if id(one) not in self._torch:
             if begins:
                 self._used(one, name)
@@ -120,7 +120,7 @@ class DrawnFrom(TorchFunctionMode):
             raise KeptElsewhere
 
     def _is_known(self, kept: GeneratorState) -> bool:
-        """Whether it is a state that torch's own had, or that of a device which has none and draws by them."""
+        """True for known states: torch's earlier ones, or a generator-less device's, which draws by them."""
         return kept.content in self._states or kept.content in map(content, states_on(self._without).values())
 
     def _used(self, one: Generator, name: str) -> None:
@@ -132,8 +132,8 @@ class DrawnFrom(TorchFunctionMode):
             self.others += [one] if name not in _SEEDING else []
 
 
-def _within_reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
-    """These, and what code with these ``names`` in it may take from them: ``self.noise.generator`` is two further."""
+def _reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
+    """Yield objects that code with ``names`` may reach: ``self.noise.generator`` lies two further."""
     met: dict[int, Any] = {}
     for _ in range(_FURTHER):
         found = [one for one in _with_members(found) if id(one) not in met and type(one) not in _PLAIN]
@@ -143,9 +143,9 @@ def _within_reach(found: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
 
 
 def _with_members(found: Iterable[Any]) -> Iterator[Any]:
-    """These, what is in those that are short lists or mappings, and what methods and partial functions are of.
+    """Yield objects, the content in short lists or mappings, and the objects behind methods and partial functions.
 
-    They are asked for their type alone: what they say of themselves is code of their own, which is not run.
+    Only their type is asked: their own answers are code of their own, which is not run.
     """
     for one in found:
         yield one
@@ -160,7 +160,7 @@ def _with_members(found: Iterable[Any]) -> Iterator[Any]:
 
 
 def _members(one: object) -> Iterator[Mapping[str, Any]]:
-    """The object's own members by name, and those of its classes."""
+    """Yield members by name: the object's, then its classes'."""
     kind = type(one)
     with suppress(AttributeError):  # it has slots, or none
         yield object.__getattribute__(one, "__dict__")

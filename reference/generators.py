@@ -1,4 +1,4 @@
-"""Generators of random numbers: those of devices, and others, which a module may have; their states."""
+"""Random generators: devices' own, and others, as members of modules; their states."""
 
 import pickle
 import random
@@ -16,24 +16,24 @@ OF_ONE_STATE = (torch.Generator, random.Random, numpy.random.Generator, numpy.ra
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """A generator, and the state that it had."""
+    """A generator, and a past state."""
 
     generator: Generator
     state: Any
 
     @staticmethod
     def of(generator: Generator) -> "GeneratorState":
-        """It as it is now."""
+        """Capture the current state."""
         if isinstance(generator, torch.Generator | numpy.random.RandomState):
             return GeneratorState(generator, generator.get_state())
         if isinstance(generator, random.Random):
             return GeneratorState(generator, generator.getstate())
         if isinstance(generator, numpy.random.Generator):
             return GeneratorState(generator, generator.bit_generator.state)
-        return GeneratorState(generator, {name: _kept(state) for name, state in generator.get_states().items()})
+        return GeneratorState(generator, {name: _copy_state(state) for name, state in generator.get_states().items()})
 
     def put_back(self) -> None:
-        """The generator has that state again."""
+        """Restore the state."""
         if isinstance(self.generator, torch.Generator | numpy.random.RandomState):
             self.generator.set_state(self.state)
         elif isinstance(self.generator, random.Random):
@@ -45,33 +45,33 @@ class GeneratorState:
 
     @property
     def content(self) -> bytes:
-        """The state, to be compared."""
+        """The state as bytes, for comparison."""
         return content(self.state)
 
     @property
     def moved(self) -> bool:
-        """Whether the generator has another state now."""
+        """True if the generator's state has changed."""
         return self.content != GeneratorState.of(self.generator).content
 
 
 def states_on(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    """The state of each device's random numbers."""
+    """Random number state by device."""
     return {device: _random(device).get_rng_state(*_at(device)) for device in devices}
 
 
 def set_states_on(states: Mapping[torch.device, Tensor]) -> None:
-    """Each device draws on from this state."""
+    """Set the state of each device."""
     for device, state in states.items():
         _random(device).set_rng_state(state, *_at(device))
 
 
 def content(state: Any) -> bytes:
-    """A state, to be compared."""
+    """A state as bytes, for comparison."""
     return pickle.dumps(_plain(state))
 
 
 def is_generator(one: object) -> bool:
-    """Whether random numbers come from ``one``, whose state can be taken: a keeper has get_states and set_states."""
+    """True for a source of random numbers with a readable state: a keeper has get_states and set_states."""
     if isinstance(one, OF_ONE_STATE):
         return not isinstance(one, random.SystemRandom)
     return not isinstance(one, type) and all(
@@ -80,7 +80,7 @@ def is_generator(one: object) -> bool:
 
 
 def generators_in(module: nn.Module) -> list[Generator]:
-    """Those that the modules in it have as members, each once."""
+    """List generators among the modules' members, each once."""
     members = (one for part in module.modules() for one in vars(part).values())
     return list({id(one): one for one in members if is_generator(one)}.values())
 
@@ -94,12 +94,12 @@ def own_generators(devices: Iterable[torch.device]) -> Iterator[Generator]:
 
 
 def has_generators(device: torch.device) -> bool:
-    """Whether ``device`` has generators of its own."""
+    """True if ``device`` has generators."""
     return device.type == "cpu" or hasattr(torch.get_device_module(device), "default_generators")
 
 
 def _random(device: torch.device) -> Any:
-    """Who has the random numbers of ``device``."""
+    """The module with random numbers for ``device``."""
     return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
@@ -107,19 +107,19 @@ def _at(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "cpu" else (device,)
 
 
-def _kept(state: Any) -> Any:
-    """A copy of one of a keeper's states: it may be a generator, which moves on."""
+def _copy_state(state: Any) -> Any:
+    """Copy a keeper's state: it may be a generator, which moves on."""
     if isinstance(state, torch.Generator):
         return GeneratorState.of(state)
     return state.clone() if isinstance(state, Tensor) else state
 
 
 def _as_given(state: Any) -> Any:
-    """What a keeper is given back for a copy that was made so."""
+    """Convert a copied state back for its keeper."""
     if isinstance(state, GeneratorState):
         state.put_back()
         return state.generator
-    return _kept(state)
+    return _copy_state(state)
 
 
 def _plain(state: Any) -> Any:

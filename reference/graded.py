@@ -1,4 +1,4 @@
-"""What a backward gives to parameters, however it gives it, and what each use of a tensor gives to its gradient."""
+"""A backward's gradients for parameters, on any way, and each use's share in a tensor's gradient."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.reference.accumulation import Gradient, added
+from pipeproof.reference.accumulation import Gradient, add_parts
 from pipeproof.reference.graph import FAR, consumers, down, ends_of
 
 
-def graded(
+def differentiate(
     objective: Tensor,
     leaves: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -20,15 +20,14 @@ def graded(
     retain_graph: bool = False,
     onto: Mapping[int, Tensor | None] = MappingProxyType({}),
 ) -> list[Tensor | None]:
-    """The gradient of ``objective`` in each of ``leaves``, which stand in for these ``parameters`` of a model.
+    """Differentiate ``objective`` by ``leaves``, which stand in for a model's parameters.
 
-    ``onto``: by a leaf's number, what its gradient is added to, in place as autograd does it.
-
-    Some of it may come to the parameter that is back in its module when the backward runs: an ``autograd.Function``
-    may write it there, as stores of weight gradients do; a reentrant checkpoint runs its part with it; a loss may reach
-    it past the module. What these, and whatever else ``objective`` reaches, had before stays as it was.
+    ``onto``: by a leaf's number, the tensor that its gradient is added to, in place as in autograd. A part may come to
+    the parameter that is back in its module when the backward runs: an ``autograd.Function`` may write it there, as
+    stores of weight gradients do; a reentrant checkpoint runs its part with it; a loss may reach it past the module.
+    Earlier gradients of these, and of anything else in reach of ``objective``, stay unchanged.
     """
-    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters, *_reached(objective))]
+    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters, *_find_reached(objective))]
     for tensor, _ in held:
         tensor.grad = None
     for number, begun in onto.items():
@@ -36,37 +35,37 @@ def graded(
     try:
         if objective.requires_grad:
             torch.autograd.backward(objective, retain_graph=retain_graph)
-        return [_taken(leaf, parameter) for leaf, parameter in zip(leaves, parameters, strict=True)]
+        return [_take(leaf, parameter) for leaf, parameter in zip(leaves, parameters, strict=True)]
     finally:
         for tensor, gradient in held:
             tensor.grad = gradient
 
 
-def _taken(leaf: Tensor, parameter: Tensor) -> Tensor | None:
-    """The gradient of ``leaf``, with that of its parameter, which is then no other leaf's."""
+def _take(leaf: Tensor, parameter: Tensor) -> Tensor | None:
+    """Take the leaf's gradient, with its parameter's, and clear the latter."""
     if not leaf.requires_grad or parameter is leaf:
         return leaf.grad
     found, parameter.grad = parameter.grad, None
     if leaf.grad is None or found is None:
         return found if leaf.grad is None else leaf.grad
-    return leaf.grad.add_(found)  # as autograd adds to what is there
+    return leaf.grad.add_(found)  # as autograd adds in place
 
 
-def _reached(objective: Tensor) -> list[Tensor]:
-    """The tensors whose ``.grad`` a backward from ``objective`` adds to, as far as its graph is there already.
+def _find_reached(objective: Tensor) -> list[Tensor]:
+    """Find tensors whose ``.grad`` grows in a backward from ``objective``, if the graph already exists.
 
-    What is very far down is not looked for.
+    Very deep ones are not looked for.
     """
     passed, _ = down(ends_of([objective]), lambda *_: False, FAR)
     leaves = (getattr(node, "variable", None) for node, _ in passed)
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
-_MOST = 8  # uses of one tensor: what each gives is kept, and a layer of a loop has very many
+_MOST = 8  # uses of one tensor: each share is kept, and a layer in a loop has very many
 
 
 class ByUse:
-    """What the uses of ``leaves`` give in the backward of ``loss`` that comes next."""
+    """Separate shares by use for ``leaves`` in the next backward from ``loss``."""
 
     def __init__(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
         self._given: dict[int, list[Gradient]] = {}
@@ -81,11 +80,11 @@ class ByUse:
         self._given[leaf][use] = gradients[argument]
 
     def of(self, leaf: Tensor, whole: Gradient) -> tuple[Gradient, ...]:
-        """What each use gave, in the order of the forward; nothing where these do not add up to ``whole``, every bit.
+        """Each use's share, in forward order; nothing unless they add up to ``whole``, bit for bit.
 
-        So nothing is told apart that came another way.
+        So shares that came another way are never separated.
         """
         given = self._given.get(id(leaf), [])
-        total = added(given[::-1])
+        total = add_parts(given[::-1])
         alike = total is not None and whole is not None and total.layout == whole.layout == torch.strided
         return tuple(given) if alike and torch.equal(total, whole) else ()  # type: ignore[arg-type]  # neither is None

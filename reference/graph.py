@@ -1,4 +1,4 @@
-"""Autograd's graph of one forward: which parameters went into a tensor, how often, and where a stage ends in it."""
+"""Autograd's graph after a forward: parameters behind a tensor, their counts, and stage ends."""
 
 import math
 from collections import Counter
@@ -11,22 +11,22 @@ from torch import Tensor
 Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody holds it
 Edge = tuple[Node, int]  # a node, and the number of its output
 
-FAR = 20_000  # edges: torch 2.13 ends the process as it frees a graph of which Python has seen 50,000 in a row
-NONE = -1  # the depth of what no parameter went into
+FAR = 20_000  # edges: torch 2.13 ends the process as it frees a graph of which Python has observed 50,000 in a row
+NONE = -1  # the depth of nodes without a parameter
 _MIXED = frozenset({-1, -2})  # several parameters: which they are is no matter
 
 
 def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
-    """Where ``tensors`` come out of the graph."""
+    """Edges at ``tensors`` in the graph."""
     return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
 
 
 def down(
     edges: Iterable[Edge], ends: Callable[[Node, int], bool], most: float = math.inf
 ) -> tuple[set[Edge], set[Edge]]:
-    """The edges from these on, away from what was computed last, and those of them at which it ``ends``.
+    """Walk edges back in time, up to edges at which it ``ends``; return both sets.
 
-    After so many it goes no further.
+    After ``most`` edges it stops.
     """
     passed, over, todo = set[Edge](), set[Edge](), [*edges]
     while todo and len(passed) < most:
@@ -38,16 +38,16 @@ def down(
 
 
 def types_between(before: Iterable[Tensor], tensors: Iterable[Tensor]) -> set[torch.dtype]:
-    """The types of what was computed from tensors ``before`` to ``tensors``, as far as gradients flow through it."""
+    """Types of values computed from tensors ``before`` to ``tensors``, along gradients."""
     known = {node for node, _ in ends_of(before)}
     passed, _ = down(ends_of(tensors), lambda node, _: node in known or hasattr(node, "variable"))
-    return {one.dtype for node, _ in passed for one in getattr(node, "_input_metadata", ())}  # of what it put out
+    return {one.dtype for node, _ in passed for one in getattr(node, "_input_metadata", ())}  # of its outputs
 
 
 def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]:
-    """For every node behind ``ends``, the last stage of which a parameter went into it, or ``NONE``.
+    """For every node behind ``ends``, the last stage with a parameter in it, or ``NONE``.
 
-    ``stage_of`` has the stage of every parameter by the id of its tensor.
+    ``stage_of``: the stage of every parameter by its tensor's id.
     """
     found: dict[Node, int] = {}
     for node in _upwards(ends):
@@ -57,7 +57,7 @@ def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]
 
 
 def uses(ends: Iterable[Edge]) -> Counter[int]:
-    """How often each parameter meets other tensors, as it is or as what was made of it alone, by its tensor's id."""
+    """How often each parameter meets other tensors, unchanged or alone in a computation, by its tensor's id."""
     sources: dict[Node, frozenset[int]] = {}
     count: Counter[int] = Counter()
     for node in _upwards(ends):
@@ -70,9 +70,9 @@ def uses(ends: Iterable[Edge]) -> Counter[int]:
 
 
 def consumers(ends: Iterable[Edge], leaves: Collection[int]) -> dict[int, list[tuple[Node, int]]]:
-    """By the id of its tensor: into which nodes each of ``leaves`` went, and as which of their inputs.
+    """By tensor id: the nodes with each of ``leaves`` as input, and the input's number.
 
-    They are in the order of the forward. A transposed weight that is used twice went into one.
+    In forward order. A transposed weight used twice has one.
     """
     found: dict[int, list[tuple[Node, int]]] = {}
     for node in sorted(_upwards(ends), key=lambda one: one._sequence_nr()):
@@ -83,18 +83,18 @@ def consumers(ends: Iterable[Edge], leaves: Collection[int]) -> dict[int, list[t
 
 
 def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: Collection[Edge]) -> set[Edge] | None:
-    """The last of the ``known`` edges into which no parameter after ``stage`` went, seen from ``ends``.
+    """The last ``known`` edges without a parameter after ``stage``, seen from ``ends``.
 
-    None where a parameter of ``stage`` or before is reached past all of them.
+    None if a parameter of ``stage`` or before is reached past all of them.
     """
     found: set[Edge] = set()
-    seen: set[Edge] = set()
+    visited: set[Edge] = set()
     waiting = list(ends)
     while waiting:
         edge = waiting.pop()
-        if edge in seen or deep[edge[0]] == NONE:
+        if edge in visited or deep[edge[0]] == NONE:
             continue
-        seen.add(edge)
+        visited.add(edge)
         if deep[edge[0]] <= stage and edge in known:
             found.add(edge)
         elif deep[edge[0]] <= stage and hasattr(edge[0], "variable"):
@@ -105,16 +105,16 @@ def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: 
 
 
 def _upwards(ends: Iterable[Edge]) -> Iterator[Node]:
-    """Every node behind ``ends`` once, each after those behind it."""
-    seen: set[Node] = set()
+    """Every node behind ``ends`` once, each after its predecessors."""
+    visited: set[Node] = set()
     waiting = [node for node, _ in ends]
     while waiting:
         node = waiting[-1]
-        open_ = [before for before, _ in _before(node) if before not in seen]
-        if node in seen or not open_:
+        open_ = [before for before, _ in _before(node) if before not in visited]
+        if node in visited or not open_:
             waiting.pop()
-            if node not in seen:
-                seen.add(node)
+            if node not in visited:
+                visited.add(node)
                 yield node
         waiting += open_
 
@@ -124,7 +124,7 @@ def _before(node: Node) -> Iterator[Edge]:
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Register ``hook`` at ``tensor``, before the hooks that it has, as those that a module put at what it gives."""
+    """Register ``hook`` at ``tensor``, before earlier hooks, like a module's on its output."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # in torch
     hooks: dict[int, Any] | None = tensor._backward_hooks
     if hooks is not None and handle.id in hooks:

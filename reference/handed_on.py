@@ -1,7 +1,7 @@
-"""What a stage of a model hands on in a backward: of all ways from the loss to its inputs, those that lead through it.
+"""Gradients that a stage hands on: only ways from the loss to its inputs through the stage.
 
-A tensor that comes into several stages, or of which another one beside it was made, has a gradient of several parts.
-The stage that is given it has one of them.
+A tensor with several consuming stages, or with another made from it, has a gradient of several parts. The stage that is
+given it has one of them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from pipeproof.reference.step import Gradient
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a stage begins and ends."""
+    """Places at a stage's begin and end."""
 
     begins: frozenset[Place]
     ends: frozenset[Place]
@@ -27,7 +27,7 @@ class Cut:
 def flows(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], at: Sequence[Tensor], also: Sequence[Tensor] = ()
 ) -> tuple[list[Gradient], list[Gradient]]:
-    """What flows from ``outputs`` to each of the tensors ``at``, past none of them, and then what flows to ``also``."""
+    """Compute flow from ``outputs`` to each tensor ``at``, without passing any, and then to ``also``."""
     found: dict[int, Tensor] = {}
 
     def stop(number: int, gradient: Tensor) -> Tensor:
@@ -44,20 +44,20 @@ def flows(
 
 
 class AutogradGraph:
-    """Autograd's graph of one forward, with the places of tensors in it. What flows to a place can be stopped there."""
+    """Autograd's graph after a forward, with tensor places. Flow can be stopped at a place."""
 
     def __init__(self) -> None:
         self._edges: dict[Place, GradientEdge] = {}
         self._stopped: dict[Place, Gradient] = {}
 
     def note(self, place: Place, tensor: Tensor) -> None:
-        """``tensor`` passes at ``place``."""
+        """Record ``tensor`` at ``place``."""
         if tensor.requires_grad:
             self._edges[place] = get_gradient_edge(tensor)
-            tensor.register_hook(partial(self._flowed, place))  # type: ignore[no-untyped-call]  # in torch
+            tensor.register_hook(partial(self._flow_of, place))  # type: ignore[no-untyped-call]  # in torch
 
-    def handed_on(self, objective: Tensor, cut: Cut) -> Mapping[Place, Gradient]:
-        """The gradient of each place where a stage begins, as far as it flows through its ends, and past no other."""
+    def hand_on(self, objective: Tensor, cut: Cut) -> Mapping[Place, Gradient]:
+        """Gradient at each place where a stage begins, from flow through its ends alone."""
         received = self._flow([objective], [torch.ones_like(objective)], cut.ends)
         made = {place: gradient for place, gradient in received.items() if gradient is not None}
         return self._flow([self._edges[place] for place in made], list(made.values()), cut.begins)
@@ -65,7 +65,7 @@ class AutogradGraph:
     def _flow(
         self, outputs: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor], to: Collection[Place]
     ) -> dict[Place, Gradient]:
-        """What flows from ``outputs`` to these places, at each of which it is stopped."""
+        """Flow from ``outputs`` to these places, stopped at each."""
         known = [place for place in to if place in self._edges]
         self._stopped = dict.fromkeys(known)
         if outputs and known:
@@ -74,7 +74,7 @@ class AutogradGraph:
         found, self._stopped = self._stopped, {}
         return found
 
-    def _flowed(self, place: Place, gradient: Tensor) -> Gradient:
+    def _flow_of(self, place: Place, gradient: Tensor) -> Gradient:
         if place not in self._stopped:
             return None
         self._stopped[place] = gradient

@@ -30,11 +30,11 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class ModelError(ValueError):
-    """A model that does not exist or cannot have what was asked of it."""
+    """An unknown model, or an impossible size."""
 
 
 class Model(nn.Module):
-    """A chain of named pieces, and the losses that go with its output.
+    """A chain: named pieces, with losses for its output.
 
     ``layers[i]`` names the pieces of layer i, as submodules of this module. ``mean_loss`` is the mean over a
     microbatch's targets, ``sum_loss`` their sum.
@@ -80,7 +80,7 @@ class TwiceBlock(nn.Module):
 
 
 class DropoutBlock(nn.Module):
-    """An MLP block with dropout whose mask follows from (seed, layer, key), whatever else was drawn before.
+    """An MLP block with dropout by a mask from (seed, layer, key), independent of earlier draws.
 
     ``key`` is an integer that travels with the microbatch, so a pipeline and a single device draw the same mask, in any
     order and also when a forward is computed again.
@@ -114,8 +114,10 @@ class BatchNormBlock(nn.Module):
 
 
 class PairBlock(nn.Module):
-    """Two streams of activations: a, b -> a + linear(b), gelu(other(a)). The last block drops b, so its ``other`` is
-    never used and its gradients stay None."""
+    """Two streams of activations: a, b -> a + linear(b), gelu(other(a)).
+
+    The last block drops b, so its ``other`` is never used and its gradients stay None.
+    """
 
     def __init__(self, width: int, *, last: bool) -> None:
         super().__init__()
@@ -191,12 +193,12 @@ class Head(nn.Module):
 
 
 def _full(output: Tensor) -> Tensor:
-    """``output`` in fp32 at least: a loss of eight significant bits would say nothing."""
+    """``output`` in fp32 at least: a loss with eight significant bits would say nothing."""
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def token_loss(reduction: str) -> LossFn:
-    """Cross entropy of next tokens; a target of -100 does not count."""
+    """Cross entropy for next tokens; -100 targets count for nothing."""
 
     def loss(logits_BTK: Tensor, targets_BT: Tensor) -> Tensor:
         return F.cross_entropy(_full(logits_BTK).flatten(0, 1), targets_BT.flatten(), reduction=reduction)
@@ -205,7 +207,7 @@ def token_loss(reduction: str) -> LossFn:
 
 
 def square_loss(reduction: str) -> LossFn:
-    """Squared error, a row counting as one target."""
+    """Squared error, with a row as a target."""
 
     def loss(output_BC: Tensor, target_BC: Tensor) -> Tensor:
         rows_B = (_full(output_BC) - _full(target_BC)).square().mean(dim=-1)
@@ -252,7 +254,7 @@ def _dropout(layers: int, seed: int) -> Model:
 
 
 def _stream(block: Callable[..., nn.Module]) -> Callable[[int, int], Model]:
-    """A model of blocks that must know which of them is the last, for it hands on one tensor only."""
+    """A model with blocks that know the last: it hands on a single tensor."""
     return lambda layers, seed: Stack([block(WIDTH, last=k == layers - 1) for k in range(layers)])
 
 
@@ -276,9 +278,9 @@ MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
 
 
 def build_model(name: str, *, layers: int, seed: int, dtype: str = "fp32") -> Model:
-    """The model ``name`` with ``layers`` layers and weights drawn from ``seed``, the same on every rank, on the CPU.
+    """Build the model ``name`` with ``layers`` layers and weights from ``seed``, equal on every rank, on the CPU.
 
-    ``dtype`` is one of ``DTYPES``; weights are drawn in fp32 whatever it is.
+    ``dtype``: one of ``DTYPES``; weights are always drawn in fp32.
     """
     if name not in MODELS:
         raise ModelError(f"unknown model {name!r}: known are {', '.join(MODELS)}")

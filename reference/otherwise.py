@@ -1,4 +1,4 @@
-"""A step's contributions once more, with numbers that are rounded otherwise: what rounding alone may do."""
+"""A step's contributions with different rounding: the effects of rounding alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
 from pipeproof.reference.products import products_in, sort_of
 from pipeproof.reference.step import Contribution, Expected, Reference
@@ -28,7 +28,7 @@ _WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """While it is open, what is cast by hand is cast to fp64: in a narrower type it would round as it always does."""
+    """Cast to fp64 for casts by hand: a narrower type would round as always."""
 
     supports_higher_order_operators = True
 
@@ -36,15 +36,15 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         args, kwargs = (*given, {})[:2]  # by name there may be none
         dtype = (kwargs or {}).get("dtype")
         wide = None if dtype is None else _WIDE.get(dtype)
-        of_tensor = any(isinstance(one, Tensor) for one in args)  # what is drawn in another type is drawn otherwise
+        of_tensor = any(isinstance(one, Tensor) for one in args)  # drawing in another type gives other numbers
         if wide is not None and of_tensor and torch.Tag.nondeterministic_seeded not in func.tags:
             kwargs = {**kwargs, "dtype": wide}
         return func(*args, **(kwargs or {}))
 
 
 def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
-    model, wide = widened(copied(reference.model)), [one.cast(torch.float64) for one in batches]
+    """Recompute contributions of ``expected`` in fp64, from the same parameters and microbatches."""
+    model, wide = widen(deep_copy(reference.model)), [one.cast(torch.float64) for one in batches]
     with _InDouble():  # type: ignore[no-untyped-call]  # in torch
         return _once_more(reference, model, expected, wide)
 
@@ -58,20 +58,20 @@ def one_place_off(
     draw: int = 0,
     way: int = 1,
 ) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller.
+    """Recompute contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller.
 
-    ``unit``: so large, relative to the weight; None: as large as in the weight's own type. ``draw``: the seed of which
-    are larger; ``way``: with -1 the others are.
+    ``unit``: the relative size; None: the weight type's own. ``draw``: the seed for the choice of larger ones; ``way``:
+    -1 inverts it.
     """
 
     def off(dtype: torch.dtype) -> float:
         return way * (torch.finfo(dtype).eps if unit is None else unit)
 
-    return _once_more(reference, copied(reference.model), expected, batches, off=off, draw=draw)
+    return _once_more(reference, deep_copy(reference.model), expected, batches, off=off, draw=draw)
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """While it is open, notes the types of the floating-point numbers that are computed, and products of fp32."""
+    """Record types of computed floating-point numbers, and fp32 products."""
 
     supports_higher_order_operators = True
 
@@ -92,23 +92,22 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
 @dataclass(frozen=True)
 class Made:
-    """The types of the floating-point numbers that a model computes, and as what its ``products`` of fp32 are rounded,
-    by their sort."""
+    """Floating-point types that a model computes, and rounding in its fp32 ``products`` by kind."""
 
     types: frozenset[torch.dtype] = frozenset()
     products: Mapping[str, str] = field(default_factory=dict)
 
 
-def made_of(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> Made:
-    """What the model makes of the first of ``batches``."""
+def make_from(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> Made:
+    """Types in the model's run on the first of ``batches``."""
     with _Types() as types:
-        _once_more(reference, copied(reference.model), expected, batches[:1])
+        _once_more(reference, deep_copy(reference.model), expected, batches[:1])
     products = (products_in(place, [sort]) for place, sort in sorted(types.products, key=str))
     return Made(frozenset(types.found), {sort: name for one in products for sort, name in one.items()})
 
 
 def types_in(compute: Callable[[], object]) -> frozenset[torch.dtype]:
-    """The types of the floating-point numbers that ``compute`` makes, cast by autocast or by hand."""
+    """Types of floating-point numbers in ``compute``, cast by autocast or by hand."""
     with _Types() as types:
         compute()
     return frozenset(types.found)
@@ -123,9 +122,9 @@ def _once_more(
     off: Off | None = None,
     draw: int = 0,
 ) -> tuple[Contribution, ...]:
-    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with.
+    """Contributions of ``batches`` in ``model``, a copy, with initial weights from ``expected``.
 
-    ``off``: how far off they are, relative to their size, by their type; None: not at all. ``draw``: as above.
+    ``off``: their relative error by type; None: exact. ``draw``: as above.
     """
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
@@ -139,11 +138,11 @@ def _once_more(
 
 
 def _as_routed(batch: Batch, expected: Expected, microbatch: int) -> Batch:
-    """``batch``, with the experts that were chosen for it: what others make of it is no rounding."""
+    """Impose the chosen experts on ``batch``: different experts' results would not be rounding."""
     return batch if batch.routers is None else batch.following(expected.contributions[microbatch].choices)
 
 
-def widened(model: nn.Module) -> nn.Module:
-    """``model`` itself, in fp64; complex parts too, which ``double()`` leaves as they are."""
+def widen(model: nn.Module) -> nn.Module:
+    """Convert ``model`` to fp64 in place; complex parts too, which ``double()`` skips."""
     model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)  # type: ignore[no-untyped-call]  # in torch
     return model

@@ -1,8 +1,7 @@
-"""Contributions of any pairing: the gradient that a stage gives for one microbatch's activation and another's output
-gradient.
+"""Contributions by pairing: a stage's gradient for a microbatch's activation and another's output gradient.
 
-A correct backward pairs microbatch i's activation with microbatch i's output gradient. What a wrong one paired can be
-found in its gradients, if the contributions of the other pairings are known. Everything here is in fp64.
+A correct backward pairs microbatch i's activation with microbatch i's output gradient. A wrong pairing can be found in
+its gradients, if the contributions of the other pairings are known. Everything here is in fp64.
 """
 
 import copy
@@ -26,17 +25,17 @@ Flow = Callable[[Tensors], Sequence[Gradient] | None]
 
 @dataclass(frozen=True)
 class Contributed:
-    """What a stage's backward gives: gradients by parameter name, and in each of the stage's inputs."""
+    """A stage backward's result: gradients by parameter name, and for each stage input."""
 
     gradients: Mapping[str, Gradient]
     inputs: tuple[Gradient, ...]
 
 
 class Pairings(Protocol):
-    """One operation on one device, in stages: what every pairing of its microbatches gives.
+    """An operation on a single device, in stages: gradients by pairing.
 
-    ``paired`` is microbatch i's activation with each of some flows, None for one that does not fit; ``seed`` is what
-    microbatch j's backward of a stage starts from, ``flow`` its output gradient as it is.
+    ``pair``: microbatch i's activation with each of some flows, None for one that does not fit; ``seed``: the start of
+    microbatch j's backward of a stage; ``flow``: its output gradient unchanged.
     """
 
     @property
@@ -52,7 +51,7 @@ class Pairings(Protocol):
 
     def contribution(self, stage: Stage, j: int) -> Contributed: ...
 
-    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]: ...
+    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]: ...
 
     def seed(self, stage: Stage, j: int) -> Flow: ...
 
@@ -60,10 +59,10 @@ class Pairings(Protocol):
 
 
 class Pairing:
-    """One operation of a model of ours, in stages: what went into each, and every contribution one could make of it.
+    """An operation in our model, by stage: inputs, and every possible contribution.
 
-    ``before`` are the parameters that the operation started from, by name; ``layers`` the layers of each stage. A
-    parameter that one stage has under several names is listed under the first.
+    ``before``: the operation's initial parameters, by name; ``layers``: the layers of each stage. A parameter with
+    several names in one stage is listed under the first.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Pairing:
         self._made: dict[tuple[Stage, int], Contributed] = {}
 
     def with_batches(self, batches: Sequence[Batch]) -> "Pairing":
-        """The same parameters with other microbatches."""
+        """Keep the parameters, with other microbatches."""
         return Pairing(self._model, before=self._before, layers=self._layers, batches=batches, recipe=self._recipe)
 
     @property
@@ -100,15 +99,15 @@ class Pairing:
         return len(self.batches)
 
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """The parameters of ``stage`` that are trained."""
+        """Trained parameters by name."""
         return self._trained[stage]
 
     @cached_property
     def _trained(self) -> list[dict[str, Tensor]]:
-        """By stage. Kept: to look for them takes as long as a small backward."""
-        return [self._trained_in(pieces) for pieces in self._pieces]
+        """Trained parameters by stage. Kept: the search takes as long as a small backward."""
+        return [self._find_trained(pieces) for pieces in self._pieces]
 
-    def _trained_in(self, pieces: Sequence[str]) -> dict[str, Tensor]:
+    def _find_trained(self, pieces: Sequence[str]) -> dict[str, Tensor]:
         found: dict[int, tuple[str, Tensor]] = {}
         for piece in pieces:
             for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
@@ -118,7 +117,7 @@ class Pairing:
 
     @cached_property
     def inputs(self) -> list[list[Tensors]]:
-        """``inputs[s][i]``: what goes into stage s for microbatch i."""
+        """``inputs[s][i]``: inputs to stage s for microbatch i."""
         with torch.no_grad():
             rows = [[batch.inputs for batch in self.batches]]
             for stage in range(self.stages - 1):
@@ -127,12 +126,12 @@ class Pairing:
 
     @cached_property
     def _outputs(self) -> list[Tensors]:
-        """What comes out of the last stage for each microbatch."""
+        """Last stage's outputs for each microbatch."""
         with torch.no_grad():
             return [self._forward(self.stages - 1, x) for x in self.inputs[-1]]
 
     def output_gradients(self, stage: Stage) -> list[tuple[Gradient, ...]]:
-        """For each microbatch, the gradients of its divided loss in the outputs of ``stage``."""
+        """For each microbatch, the divided loss's gradients at the stage's outputs."""
         if stage not in self._output_gradients:
             own = range(self.microbatches)
             if stage < self.stages - 1:
@@ -143,7 +142,7 @@ class Pairing:
         return self._output_gradients[stage]
 
     def target(self, j: int) -> Flow:
-        """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""
+        """The flow from the loss with microbatch j's target, for any outputs."""
 
         def flow(outputs: Tensors) -> Sequence[Gradient] | None:
             (output,), (own,) = outputs, self._outputs[j]
@@ -157,28 +156,28 @@ class Pairing:
         return flow
 
     def flow(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's output gradient of ``stage``, as it is."""
+        """Microbatch j's output gradient of ``stage``, unchanged."""
         gradients = self.output_gradients(stage)[j]
         return lambda _: gradients
 
     def seed(self, stage: Stage, j: int) -> Flow:
-        """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""
+        """Microbatch j's seed for a backward: its target on the last stage, else its flow."""
         return self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
 
     def contribution(self, stage: Stage, j: int) -> Contributed:
-        """Microbatch j's own contribution."""
+        """Microbatch j's contribution."""
         if (stage, j) not in self._made:
             (made,) = self.contribute(stage, self.inputs[stage][j], [self.seed(stage, j)])
             assert made is not None, "a microbatch fits itself"
             self._made[stage, j] = made
         return self._made[stage, j]
 
-    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
         """Microbatch i's activation with each of ``flows``."""
         return self.contribute(stage, self.inputs[stage][i], flows)
 
     def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """One forward of ``stage`` and a backward for each of ``flows``; None for a flow that does not fit."""
+        """Run a forward on ``stage`` and a backward for each flow; None for a flow that does not fit."""
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         outputs = self._forward(stage, leaves)
         return [self._backward(stage, leaves, outputs, flow) for flow in flows]
@@ -194,7 +193,7 @@ class Pairing:
 
 
 def backward(parameters: Mapping[str, Tensor], leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
-    """What ``flow`` into ``outputs`` gives in ``parameters`` and ``leaves``; None where it does not fit."""
+    """Compute gradients from ``flow`` into ``outputs``; None if it does not fit."""
     gradients = flow(outputs)
     if gradients is None or len(gradients) != len(outputs):
         return None

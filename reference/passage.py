@@ -1,4 +1,4 @@
-"""A microbatch once more, with something changed in what passes from one module of the model to the next."""
+"""Repeat a microbatch with a change between modules."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,11 +21,11 @@ def _as_it_is(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Passage:
-    """What passes at ``places``: on its way ``there`` becomes of the tensors, ``back`` of their gradients.
+    """A change at ``places``: ``there`` maps the tensors on their way, ``back`` their gradients.
 
-    Both are given, in this order, those that one module puts out; or where the modules are named that it passes
-    ``into``, all at once, as these are given them. What other modules read is then as it was. Without places it is
-    about all that the modules are given that has a gradient, each tensor by itself.
+    Both get, in this order, the outputs of one module; or, with names of consumers ``into``, all at once, as their
+    inputs. Other modules then read the original. Without places it changes every input with a gradient, each tensor by
+    itself.
     """
 
     places: Sequence[Place] = ()
@@ -36,23 +36,23 @@ class Passage:
 
 @contextmanager
 def passing(model: nn.Module, passages: Sequence[Passage]) -> Iterator[None]:
-    """While this is open, all of ``passages`` are in the forwards of ``model``, and in their backwards.
+    """Apply all ``passages`` in forwards of ``model``, and in their backwards.
 
-    Of those that are named the modules they pass into, one behind the other in the order of these.
+    Passages into the same named modules apply one after the other, in order.
     """
     now: dict[Place, Tensor] = {}
     with ExitStack() as stack:
         for one in passages:
             if not one.places:
-                stack.enter_context(_given(model, one))
+                stack.enter_context(_substitute(model, one))
                 continue
             entering = _Entering(one, now) if one.into else None
-            stack.enter_context(outputs_changed(model, entering or partial(_changed, one)))
-            stack.enter_context(_entered(model, entering) if entering else nullcontext())
+            stack.enter_context(outputs_changed(model, entering or partial(_change, one)))
+            stack.enter_context(_enter(model, entering) if entering else nullcontext())
         yield
 
 
-def _changed(passage: Passage, outputs: Outputs) -> Outputs:
+def _change(passage: Passage, outputs: Outputs) -> Outputs:
     places = [place for place in passage.places if place in outputs and outputs[place].requires_grad]
     if not places:
         return {}
@@ -61,9 +61,9 @@ def _changed(passage: Passage, outputs: Outputs) -> Outputs:
 
 
 class _Entering:
-    """What was put out at the places of ``passage``, and what it becomes for those that it passes into.
+    """Outputs at the places of ``passage``, and their changed versions for its consumers.
 
-    ``now`` is what is at a place after all passages so far.
+    ``now``: the tensors at each place after all passages so far.
     """
 
     def __init__(self, passage: Passage, now: dict[Place, Tensor]) -> None:
@@ -77,10 +77,10 @@ class _Entering:
         self._now |= came
         return {}
 
-    def entered(self, module: nn.Module, arguments: Any, named: Any) -> Any:
-        """What ``module`` is given, a hook before its forward."""
+    def on_enter(self, module: nn.Module, arguments: Any, named: Any) -> Any:
+        """Change the module's inputs, in a hook before its forward."""
         if not self._made and self._now.keys() >= set(self.passage.places):
-            changed = _changed(self.passage, self._now)
+            changed = _change(self.passage, self._now)
             self._made = {id(self._now[place]): (self._now[place], made) for place, made in changed.items()}
             self._now |= changed
         return tree_map_only(Tensor, self._instead, (arguments, named))
@@ -89,13 +89,13 @@ class _Entering:
         return self._made.get(id(tensor), (tensor, tensor))[1]
 
 
-def _entered(model: nn.Module, entering: _Entering) -> AbstractContextManager[None]:
-    return _before(model, entering.passage.into, entering.entered)
+def _enter(model: nn.Module, entering: _Entering) -> AbstractContextManager[None]:
+    return _before(model, entering.passage.into, entering.on_enter)
 
 
 @contextmanager
 def _before(model: nn.Module, into: Collection[str], hook: Callable[..., Any]) -> Iterator[None]:
-    """``hook`` is called before the forwards of the modules that are named."""
+    """Call ``hook`` before the forwards of named modules."""
     called = [module for name, module in model.named_modules() if name in into]
     hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in called]
     try:
@@ -105,16 +105,16 @@ def _before(model: nn.Module, into: Collection[str], hook: Callable[..., Any]) -
             one.remove()
 
 
-def _given(model: nn.Module, passage: Passage) -> AbstractContextManager[None]:
-    """Whatever the modules are given that ``passage`` goes into."""
+def _substitute(model: nn.Module, passage: Passage) -> AbstractContextManager[None]:
+    """Change all inputs to modules behind the passage."""
 
-    def changed(tensor: Tensor) -> Tensor:
+    def change(tensor: Tensor) -> Tensor:
         return _Changed.apply(passage, tensor)[0] if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
-    def entered(module: nn.Module, arguments: Any, named: Any) -> Any:
-        return tree_map_only(Tensor, changed, (arguments, named))
+    def on_enter(module: nn.Module, arguments: Any, named: Any) -> Any:
+        return tree_map_only(Tensor, change, (arguments, named))
 
-    return _before(model, passage.into, entered)
+    return _before(model, passage.into, on_enter)
 
 
 class _Changed(torch.autograd.Function):

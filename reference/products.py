@@ -1,6 +1,6 @@
-"""How a device rounds products of fp32: it may be told to make them from fewer digits, and does so in convolutions.
+"""A device's rounding of fp32 products: settings may reduce their digits, as convolutions do by default.
 
-torch has many settings of that, older and newer ones that cannot be asked once both were used, and what they do depends
+torch has many settings of that, older and newer ones that cannot be asked once both were used, and their effect depends
 on the device. So the device itself is asked, with a small product whose fp64 result is known.
 """
 
@@ -30,13 +30,13 @@ TYPES: Mapping[str, torch.dtype] = {_FP32: torch.float32, _TF32: torch.float16, 
 
 
 def sort_of(func: Any) -> str:
-    """Which products an operator of torch makes; empty if none."""
+    """Classify products in a torch operator; empty without any."""
     name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
     return _SORTS.get(name, MATRICES if name.startswith(("_" + _ATTENTION, _ATTENTION)) else "")
 
 
 def sorts_in(model: nn.Module) -> list[str]:
-    """Those of fp32 that its modules may make."""
+    """List kinds for fp32 products in its modules."""
     if not any(one.dtype is torch.float32 for one in model.parameters()):
         return []
     convolves = any(isinstance(one, _ConvNd) for one in model.modules())
@@ -44,29 +44,29 @@ def sorts_in(model: nn.Module) -> list[str]:
 
 
 def products_in(place: torch.device | str, sorts: Iterable[str]) -> dict[str, str]:
-    """As what each of these sorts of products of fp32 are rounded now at ``place``, by the names of ``TYPES``.
+    """Measure rounding in fp32 products by kind at ``place`` now, named by ``TYPES``.
 
-    fp32 where the device cannot be asked.
+    fp32 if the device cannot be asked.
     """
-    return {sort: _rounded(torch.device(place), sort) for sort in sorts}
+    return {sort: _measure_rounding(torch.device(place), sort) for sort in sorts}
 
 
-def _rounded(place: torch.device, sort: str) -> str:
+def _measure_rounding(place: torch.device, sort: str) -> str:
     one, other = _factors()
     try:
         under = torch.autocast(place.type, enabled=False) if torch.is_autocast_enabled(place.type) else nullcontext()
         with torch.no_grad(), under:
             made = _product(one.to(place), other.to(place), sort).cpu().double()
-    except Exception:  # no one type: a device may lack what this takes
+    except Exception:  # no one type: a device may lack an operation
         return _FP32
-    due = _due(sort)
-    off = float((made - due).norm() / due.norm())
+    expected = _expected(sort)
+    off = float((made - expected).norm() / expected.norm())
     return next((name for most, name in _BY_ERROR if off <= most), _BF16)
 
 
 @cache
-def _due(sort: str) -> Tensor:
-    """In fp64; like the factors, it is made once."""
+def _expected(sort: str) -> Tensor:
+    """The product in fp64; like the factors, made once."""
     one, other = _factors()
     return _product(one.double(), other.double(), sort)
 
@@ -79,14 +79,14 @@ def _product(one: Tensor, other: Tensor, sort: str) -> Tensor:
 
 @cache
 def _factors() -> tuple[Tensor, Tensor]:
-    """Two matrices of numbers that need all digits of fp32; they draw from no generator of the job's."""
+    """Two matrices with numbers that need all fp32 digits, drawn from a private generator."""
     draw = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, _SIZE, _SIZE, generator=draw, device="cpu", dtype=torch.float32)
     return one, other
 
 
 def settings_off(optimizer: torch.optim.Optimizer, by: float) -> torch.optim.Optimizer:
-    """``optimizer``, with every setting that is no whole number smaller by this part of it: rates, betas and others."""
+    """Shrink every fractional optimizer setting ``by`` a part: rates, betas and others."""
     for group in optimizer.param_groups if by else ():
         group.update({name: _off(value, 1 - by) for name, value in group.items() if name != "params"})
     return optimizer

@@ -1,4 +1,4 @@
-"""What code can reach from an object, part by part, and how each part is put back in place as it was."""
+"""Objects in reach of code, part by part, and how to restore each part in place."""
 
 import argparse
 import concurrent.futures
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeproof.reference.generators import OF_ONE_STATE, GeneratorState
 
-_GONE = object()  # in the place of what is not there
+_GONE = object()  # stands for a missing value
 _CLOSED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pytest", "_pytest", "pipeproof"})
 _OPEN: tuple[type, ...] = (nn.Module, Tensor, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _OPEN += (torch.amp.GradScaler, argparse.Namespace, types.SimpleNamespace, threading.local, functools.cached_property)
@@ -39,12 +39,12 @@ PLAIN = frozenset(
 
 
 class NotPutBack(Exception):
-    """Something has changed that nobody can put back."""
+    """An irreversible change."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something of an object: what it leads to, whether it is as it was, and what makes it so again."""
+    """An object's part: references, a test for changes, and restoration."""
 
     leads_to: Iterable[object]
     is_same: Callable[[], bool] = lambda: True
@@ -52,12 +52,12 @@ class Item:
 
 
 def is_open(kind: type) -> bool:
-    """Whether objects of this class are a user's own, so that what they have may be put back."""
+    """True for a user's class, whose members may be restored."""
     return _root(kind.__module__) not in _CLOSED or issubclass(kind, _OPEN)
 
 
 def keepers_of(kind: type) -> list[Callable[[Any], Iterable[Item]]]:
-    """What finds the parts of objects of this class."""
+    """Part finders by class."""
     if kind in PLAIN or issubclass(kind, numpy.generic | types.ModuleType):
         return []
     found = [keep for base, keep in _BY_CLASS if issubclass(kind, base)]
@@ -86,7 +86,7 @@ def _has(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> bool:
 
 
 def _refill(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> None:
-    """Fill ``one`` again; as little as can be, for another thread may look into it."""
+    """Refill ``one`` with few writes, since another thread may look into it."""
     base, names = _base(one), dict(kept)
     for name in [name for name in base.keys(one) if name not in names]:
         base.__delitem__(one, name)
@@ -98,7 +98,7 @@ def _refill(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> None:
 
 
 def _base(one: dict[Any, Any]) -> Any:
-    """The class whose methods are its own, and no user's: an ``OrderedDict`` has an order beside the dict's."""
+    """The builtin base class with its methods: an ``OrderedDict`` has an order beside the dict's."""
     return OrderedDict if issubclass(type(one), OrderedDict) else dict
 
 
@@ -108,7 +108,7 @@ def _list(one: list[Any]) -> Iterator[Item]:
 
 
 def _equal(now: Iterable[Any], kept: Iterable[Any]) -> bool:
-    """Whether these are the very same."""
+    """True if all are identical objects."""
     return all(one is other for one, other in itertools.zip_longest(now, kept, fillvalue=_GONE))
 
 
@@ -126,7 +126,7 @@ def _set(one: set[Any]) -> Iterator[Item]:
 
 
 def _unchanging(one: Any) -> Iterator[Item]:
-    """A tuple, or whatever else leads to others and does not change itself."""
+    """A tuple, or another immutable object with references."""
     yield Item(get_referents(one))
 
 
@@ -141,7 +141,7 @@ def _bytes(one: Any) -> Iterator[Item]:
 
 
 def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Item]:
-    """Also one that others are views of: each has its own bytes put back."""
+    """Restore an array's own bytes, also under views."""
     kept, form = numpy.array(one, copy=True, subok=False), (one.shape, one.strides)
 
     def is_same() -> bool:
@@ -157,7 +157,7 @@ def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Item]:
 
 
 def _members(one: Any) -> Iterator[Item]:
-    """Those of an object, and its class. One that has a thread, or a queue, is changed by others meanwhile."""
+    """Yield an object's members, and its class. Threads and queues change meanwhile: their owners are skipped."""
     try:
         base = threading.local if issubclass(type(one), threading.local) else object  # it has one for each thread
         own = base.__getattribute__(one, "__dict__")
@@ -189,7 +189,7 @@ def _slot(one: object, slot: types.MemberDescriptorType) -> Item:
 
 
 def _class(kind: type) -> Iterator[Item]:
-    """The attributes of a user's class, and what its methods lead to."""
+    """Attributes on a user's class, and references from its methods."""
     if _root(kind.__module__) in _CLOSED:
         return
     kept = dict(vars(kind))
@@ -227,9 +227,9 @@ def _cell(one: types.CellType) -> Iterator[Item]:
 
 
 def _function(one: types.FunctionType) -> Iterator[Item]:
-    """What it closes over, its defaults, and those globals of its module, and of modules in it, that its code names."""
+    """Its closure, defaults, and named globals, in its module and in modules there."""
     root = _root(one.__globals__.get("__name__"))
-    if root == "pipeproof":  # what we note of the job is not its own
+    if root == "pipeproof":  # our own notes do not belong to the job
         return
     defaults, named = one.__defaults__, one.__kwdefaults__
 
@@ -253,7 +253,7 @@ def _function(one: types.FunctionType) -> Iterator[Item]:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The globals and attributes that ``code`` names, also in functions inside."""
+    """Globals and attributes that ``code`` names, also in functions inside."""
     inner = (names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return set(code.co_names).union(*inner)
 
@@ -295,7 +295,7 @@ def _iterator(one: Any) -> Iterator[Item]:
 
 
 def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Item]:
-    """A function that yields: where it stands is seen, and cannot be set."""
+    """A generator function: its position can be observed, not set."""
 
     def now() -> object:
         frame = one.gi_frame
@@ -316,7 +316,7 @@ def _in_memory(one: Any) -> Iterator[Item]:
 
 
 def _file(one: io.IOBase) -> Iterator[Item]:
-    """A file that is read. What was written to one stays there."""
+    """A file open for reading. Written content stays."""
     if not one.closed and one.seekable() and not one.writable():
         kept = one.tell()
         yield Item((), lambda: one.tell() == kept, lambda: one.seek(kept))

@@ -1,4 +1,4 @@
-"""Everything that code can reach from some objects, as it is now, to be put back in place."""
+"""Everything in reach of code from some objects, now, for restoration in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,12 +17,12 @@ Digest = Callable[[Tensor], bytes]
 
 
 class Snapshot:
-    """All that is within reach of ``roots``: tensors by their bytes, numbers, containers, generators.
+    """Everything in reach from ``roots``: tensors by their bytes, numbers, containers, generators.
 
-    It takes the memory of those tensors once more, or as much of the ``host``'s; but not for the weights of modules,
-    where nothing else leads to them, and what ``lean`` objects lead to: code that runs again has others in their place.
-    ``digest``: by that it is known whether weights are the same. ``begun``: by id, what it was of weights when a step
-    began: of one that has moved since its bytes are kept, too.
+    It takes the memory of those tensors once more, or as much of the ``host``'s; but not for weights of modules in
+    reach of nothing else, and not for references of ``lean`` objects: rerun code has others in their place. ``digest``:
+    the test for changed weights. ``begun``: by id, their digests at the start of a step: changed ones keep their bytes,
+    too.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Snapshot:
         digest: Digest | None = None,
         begun: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
-        self.lost: dict[str, None] = {}  # what has changed and cannot be put back, each once
+        self.lost: dict[str, None] = {}  # irreversible changes, each once
         self._host, self._digest = host, digest
         self._parts: list[Item] = []
         self._bytes: dict[int, Item | None] = {}  # by the storage that has them
         self._written = set[int]()
         self._places = {torch.device("cpu")}
-        self._seen: dict[int, object] = {}  # by id, which is no other's meanwhile
+        self._observed: dict[int, object] = {}  # by id, which is no other's meanwhile
         self._keepers: dict[type, list[Callable[[Any], Iterable[Item]]]] = {}
         self._weights: dict[int, dict[str, Any]] = {}  # of modules, by the id of the mapping that has them
         self._kept_digests: list[tuple[Tensor, bytes]] = []
@@ -53,7 +53,7 @@ class Snapshot:
         self._parts.append(Item((), lambda: _is_drawn(drawn), lambda: set_states_on(drawn)))
 
     def put_back(self) -> None:
-        """All of it is as it was. Nothing is raised: what cannot be put back is ``lost``."""
+        """Restore everything. Nothing is raised: failures are ``lost``."""
         with _plainly():
             self._wait(*self._places)
             bytes_of = {storage: part for storage, part in self._bytes.items() if part is not None}
@@ -62,16 +62,16 @@ class Snapshot:
                 self._is_put_back(part)
 
     def close(self) -> None:
-        """As ``put_back``, for the last time: weights are looked at, too."""
+        """Restore for the last time: check weights, too."""
         self.put_back()
         for one, was in self._kept_digests:
             if self._digest is not None and self._digest(one) != was:
                 self.lost["weights"] = None
 
     def wrote(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was written to before it was put back."""
+        """True if ``tensor`` was changed before its restoration."""
         with _plainly():
-            inner: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
+            inner: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
             return inner.layout is torch.strided and inner.untyped_storage()._cdata in self._written
 
     def _is_put_back(self, part: Item) -> bool:
@@ -89,9 +89,9 @@ class Snapshot:
         stack = list(roots)
         while stack:
             one = stack.pop()
-            if type(one) in PLAIN or id(one) in self._seen:
+            if type(one) in PLAIN or id(one) in self._observed:
                 continue
-            self._seen[id(one)] = one
+            self._observed[id(one)] = one
             if issubclass(type(one), nn.Module):
                 weights = vars(one).get("_parameters")
                 self._weights[id(weights)] = weights if isinstance(weights, dict) else {}
@@ -101,11 +101,11 @@ class Snapshot:
                 stack += [each for each in part.leads_to if not isinstance(each, Tensor)] if own else part.leads_to
 
     def _walk_lean(self, others: Iterable[object], begun: Mapping[int, bytes]) -> None:
-        """Note how weights are, and what else is watched without its bytes; but what hangs on weights is kept."""
+        """Note weight digests, and further objects without their bytes; keep references from weights."""
         every = {id(one): one for own in self._weights.values() for one in own.values() if isinstance(one, Tensor)}
-        weights = [one for one in every.values() if id(one) not in self._seen]
+        weights = [one for one in every.values() if id(one) not in self._observed]
         self._walk([vars(one) for one in weights])
-        if (digest := self._digest) is not None:  # of weights that are not in ``begun`` nobody runs the modules again
+        if (digest := self._digest) is not None:  # modules of weights outside ``begun`` are never run again
             self._kept_digests += [(one, digest(one)) for one in weights if id(one) in begun]
         self._walk([one for one, now in self._kept_digests if now != begun[id(one)]])
         self._with_bytes = False
@@ -124,7 +124,7 @@ class Snapshot:
         return found
 
     def _tensor(self, one: Tensor) -> Iterator[Item]:
-        """What lies beside its bytes, and these once for all tensors that share them."""
+        """A tensor's state beside its bytes, and the bytes once for all tensors sharing them."""
         yield Item([one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)])
         if one.is_leaf:
             yield _gradient(one)
@@ -143,7 +143,7 @@ class Snapshot:
             self._bytes[storage._cdata] = self._content(storage) if self._with_bytes else None
 
     def _wait(self, *devices: torch.device) -> None:
-        """Wait for what was queued there: one may have its bytes in the host's memory, and a look at that waits not."""
+        """Wait for queued work: a tensor may have its bytes in the host's memory, and reading does not wait."""
         for device in devices:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()
@@ -163,10 +163,10 @@ class Snapshot:
 
 
 @contextmanager
-def unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, **more: Any) -> Iterator[Snapshot]:
-    """When this closes, all that is within reach of ``roots`` is as it was when this was opened.
+def keep_unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, **more: Any) -> Iterator[Snapshot]:
+    """On exit, restore everything in reach of ``roots`` to its state on entry.
 
-    ``lost`` is told what cannot be put back. ``more``: what a ``Snapshot`` is told.
+    ``lost`` is called with failures. ``more``: arguments for ``Snapshot``.
     """
     snapshot = Snapshot(roots, **more)
     try:
@@ -179,7 +179,7 @@ def unchanged(*roots: object, lost: Callable[[str], None] = lambda what: None, *
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """While this is open, tensors are what they are, whatever the caller has set."""
+    """Use plain tensors, whatever modes the caller has set."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -188,13 +188,13 @@ def _plainly() -> Iterator[None]:
 
 
 def _view(storage: torch.UntypedStorage) -> Tensor:
-    """Its bytes."""
+    """View the storage's bytes in a tensor."""
     found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return found.view(torch.int64) if storage.nbytes() % torch.int64.itemsize == 0 else found
 
 
 def _is_made_of_others(one: Tensor) -> bool:
-    """Whether it has no bytes of its own, as a DTensor."""
+    """True for a wrapper without bytes, like a DTensor."""
     return bool(is_traceable_wrapper_subclass(one))
 
 
@@ -211,7 +211,7 @@ def _gradient(one: Tensor) -> Item:
 
 
 def _sparse(one: Tensor) -> Item:
-    """The elements of a tensor that lists them."""
+    """A sparse tensor's elements."""
 
     def elements(of: Tensor) -> list[Tensor]:
         return [of._indices(), of._values()] if of.layout is torch.sparse_coo else [of.values()]
@@ -226,7 +226,7 @@ def _sparse(one: Tensor) -> Item:
 
 
 def _form(one: Tensor, storage: torch.UntypedStorage) -> Item:
-    """Where a tensor lies in its storage, and how often autograd has it that it was written to."""
+    """A tensor's place in its storage, and autograd's count of writes."""
 
     def now() -> tuple[Any, ...]:
         place = one.untyped_storage()._cdata, one.storage_offset(), one.size(), one.stride(), one.dtype

@@ -1,8 +1,8 @@
 """The reference: a plain loop over the microbatches on one device.
 
-It really is one model (a tied weight is one parameter), but it keeps apart what a pipeline keeps apart: the gradient
-that each stage contributes to a parameter. So it can add the same numbers in the order in which a pipeline added them,
-and a correct pipeline then agrees to the last bit.
+It is one model (a tied weight is one parameter), but it separates the gradients that stages contribute to a parameter,
+like a pipeline. So it can add the same numbers in a pipeline's order, and a correct pipeline then agrees to the last
+bit.
 """
 
 import math
@@ -16,33 +16,33 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeproof.reference.accumulation import PLAIN, Accumulation, added, length_of
+from pipeproof.reference.accumulation import PLAIN, Accumulation, add_parts, length_of
 from pipeproof.reference.accumulation import Gradient as Gradient
 from pipeproof.reference.choices import choosing
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
 from pipeproof.reference.contribution import Stage as Stage
 from pipeproof.reference.contribution import by_stage, parts_of, with_copies_joined
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graded import ByUse, graded
+from pipeproof.reference.graded import ByUse, differentiate
 from pipeproof.reference.model import LossFn, Model
 
 _Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity
 
 
 class LossError(ValueError):
-    """A loss that cannot be differentiated."""
+    """A loss without a derivative."""
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum, which, unlike Adam, shows a gradient of the wrong scale."""
+    """SGD with momentum, which, unlike Adam, shows a gradient with a wrong scale."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of one's own: ``function(output, target)`` of a microbatch, divided by ``divisor`` before its backward."""
+    """A user's loss: ``function(output, target)`` of a microbatch, divided by ``divisor`` before its backward."""
 
     function: LossFn
     divisor: float
@@ -50,13 +50,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step is made, but for its data.
+    """Everything in a step but its data.
 
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
     summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
-    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step. ``late``: this part of
-    the divisor is left out before the backward, and gradients are divided by it once they are summed. accumulation: how
-    they are summed. outputs: of the model's output and the target, what is kept of them by name; None: nothing.
+    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step. ``late``: a part of
+    the divisor left out before the backward; summed gradients are divided by it. accumulation: how they are summed.
+    outputs: from the model's output and the target, named tensors to keep; None: nothing.
     """
 
     loss: str | Loss = "mean"
@@ -69,13 +69,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an operation must give.
+    """An operation's expected results.
 
-    ``losses`` by microbatch, undivided, and ``loss`` what they are together after division. ``buffers`` after the
-    operation, by name. For "train": ``gradients`` per site after tied copies are summed and before
-    clipping, their ``norm`` over logical parameters, and ``parameters`` per site after clip and optimizer step.
-    ``contributions`` are this operation's, by microbatch and before any late division, and ``before`` the parameters it
-    started from, by name.
+    ``losses`` by microbatch, undivided, and ``loss`` their total after division. ``buffers`` after the operation, by
+    name. For "train": ``gradients`` per site after the sum over tied copies and before clipping, their ``norm`` over
+    logical parameters, and ``parameters`` per site after clip and optimizer step. ``contributions``: this operation's,
+    by microbatch and before any late division; ``before``: its initial parameters, by name.
     """
 
     operation: str
@@ -90,11 +89,11 @@ class Expected:
 
 
 class Reference:
-    """A model on one device that is trained operation by operation: "train", "accumulate" or "eval".
+    """A model on one device, trained operation by operation: "train", "accumulate" or "eval".
 
     ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
-    ``copies`` are further ones, in other stages under the same names. by_use: their shares are told apart where each of
-    these stages has one use; else the first has them all.
+    ``copies``: further ones, in other stages under the same names. by_use: their shares are separated if each of these
+    stages has one use; else the first has all.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Reference:
         return self.recipe.optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def of(self, model: nn.Module) -> "Reference":
-        """The same with another model that is like its own."""
+        """Use another, similar model."""
         owner = {name: stage for name, (stage, _) in self._sites.items()}
         return Reference(model, owner=owner, recipe=self.recipe, copies=self._more, by_use=self._by_use)
 
@@ -135,7 +134,7 @@ class Reference:
         max_norm: float | None = None,
         update: bool = True,
     ) -> Expected:
-        """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
+        """Do ``operation`` on ``batches``; ``orders[stage]``: the order of microbatches in that stage's backwards.
 
         ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``.
         """
@@ -164,9 +163,9 @@ class Reference:
         orders: Mapping[Stage, Sequence[int]],
         onto: Mapping[Site, Gradient] = MappingProxyType({}),
     ) -> Expected:
-        """What "train" must give up to its update, where these are the contributions of ``batches``.
+        """Compute results for "train" up to its update, from the microbatches' contributions.
 
-        ``onto``: what was accumulated before. The model stays as it is, and lends its parameters to what is returned.
+        ``onto``: earlier accumulated gradients. The model stays unchanged, and lends its parameters to the result.
         """
         _, divisor = objective(self.model, batches, self.recipe)
         losses = tuple(one.loss for one in contributions)
@@ -175,7 +174,7 @@ class Reference:
         loss, norm = _total(losses) / divisor, self.norm(gradients)
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
-    def updated(
+    def update(
         self,
         gradients: Mapping[Site, Gradient],
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
@@ -183,11 +182,11 @@ class Reference:
         max_norm: float | None = None,
         norm: float | None = None,
     ) -> dict[Site, Tensor]:
-        """What a first step of ``optimizer``, which is made of a copy of the model, makes of every parameter.
+        """Every parameter after a first step of ``optimizer``, made from a copy of the model.
 
-        ``max_norm``: gradients are clipped to it before, as if ``norm`` were theirs where that is given.
+        ``max_norm``: clips gradients first, as if ``norm`` were theirs, if given.
         """
-        model, factor = copied(self.model), clip_factor(self.norm(gradients) if norm is None else norm, max_norm)
+        model, factor = deep_copy(self.model), clip_factor(self.norm(gradients) if norm is None else norm, max_norm)
         for name, parameter in model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True) * factor
@@ -207,20 +206,20 @@ class Reference:
         return losses
 
     def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-        """What every microbatch gives; nothing is added up, and no parameter changes."""
+        """Compute every microbatch's contribution, without a sum or a change to parameters."""
         return tuple(self.contributing(batches))
 
     def contributing(self, batches: Sequence[Batch]) -> Iterator[Contribution]:
-        """As ``contribute``, one microbatch after another, each when it is asked for."""
+        """Like ``contribute``, but lazily, by microbatch."""
         loss_fn, divisor = objective(self.model, batches, self.recipe)
         return (self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
 
     def contribution(
         self, batch: Batch, loss_fn: LossFn, divisor: float, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
     ) -> Contribution:
-        """One forward and backward, with a leaf of its own for every stage's use of every parameter.
+        """One forward and backward, with a separate leaf for every stage's use of every parameter.
 
-        ``onto``: what its gradients are added to in place; then they are the sums.
+        ``onto``: tensors that its gradients are added to in place; then they are the sums.
         """
         with choosing(self.model, batch.routers) as choices:
             return replace(self._contribution(batch.of_leaves(), loss_fn, divisor, onto), choices=choices)
@@ -236,18 +235,18 @@ class Reference:
             id(leaf): onto[self._sites[name]] for name, leaf in uses.items() if onto.get(self._sites[name]) is not None
         }
         sums = {k: begun[id(leaf)] for k, leaf in enumerate(each) if id(leaf) in begun}
-        made = graded(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()), onto=sums)
+        made = differentiate(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()), onto=sums)
         found = dict(zip(map(id, each), made, strict=False))
         flowing = dict(zip(wanting, made[len(each) :], strict=True))
         gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
         gradients = dict.fromkeys(self._sites.values()) | gradients
         whole = {site: None if g is None else dense(g) for site, g in gradients.items()}
-        told = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
-        told = {name: given for name, given in told.items() if given}
-        return Contribution(loss.item(), whole, told, flowing, outputs)
+        shares = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
+        shares = {name: given for name, given in shares.items() if given}
+        return Contribution(loss.item(), whole, shares, flowing, outputs)
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
-        """Each microbatch's loss with its graph, and what it is divided by, one after another."""
+        """Yield each microbatch's loss with its graph, and its divisor."""
         loss_fn, divisor = objective(self.model, batches, self.recipe)
         for batch in batches:
             with choosing(self.model, batch.routers):
@@ -257,7 +256,7 @@ class Reference:
     def _forward(
         self, batch: Batch, loss_fn: LossFn
     ) -> tuple[Tensor, _Leaves, Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """A loss, the leaves that it was made of, each with its parameter, which name uses which, and named outputs."""
+        """A loss, its leaves, each with its parameter, the leaf for each name, and named outputs."""
         leaves: _Leaves = {}
         uses = {}
         for name in dict.fromkeys(self._first.values()):
@@ -272,7 +271,7 @@ class Reference:
         return differentiable(loss_fn(output, batch.target)), leaves, uses, kept
 
     def _leaf_names(self) -> dict[str, str]:
-        """For every name the first of those with which it has a leaf in common: of one parameter, in one stage."""
+        """For every name the first with the same leaf: one parameter, in one stage."""
         names: dict[tuple[Stage, int], str] = {}
         return {
             name: names.setdefault((self._sites[first][0], id(self._parameters[first])), first)
@@ -280,11 +279,11 @@ class Reference:
         }
 
     def _own(self, name: str) -> bool:
-        """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""
+        """True if the stage has a use for ``name``: for a module in several stages, only the first does."""
         return self._sites[name][0] == self._sites[self._first[name]][0]
 
     def step(self, gradients: Mapping[Site, Gradient], factor: float) -> dict[Site, Tensor]:
-        """Take a step with ``factor`` times these gradients: what becomes of every parameter."""
+        """Take a step with ``factor`` times these gradients; return every parameter."""
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)
@@ -300,32 +299,32 @@ class Reference:
         onto: Mapping[Site, Gradient] | None = None,
         by: Accumulation | None = None,
     ) -> dict[Site, Gradient]:
-        """Add contributions to ``onto``, each site in its stage's order, as the recipe says, or otherwise ``by``.
+        """Add contributions to ``onto``, each site in its stage's order, by the recipe, or otherwise ``by``.
 
-        A site that nothing contributes to stays None.
+        A site without contributions stays None.
         """
         by, onto = self.recipe.accumulation if by is None else by, onto or {}
-        parts = parts_of(contributions, self._shared())
+        parts = parts_of(contributions, self._shared_sites())
         each = {
             site: by.of_each(own, orders[site[0]], onto=onto.get(site), stage=site[0]) for site, own in parts.items()
         }
         each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
-        return {site: by.reduced(sums) for site, sums in each.items()}
+        return {site: by.reduce(sums) for site, sums in each.items()}
 
     def total(self, sums: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
-        """Gradients per site in which the copies of a tied parameter hold the sum of all stages' shares.
+        """Gradients per site, with the sum over all stages' shares for each copy of a tied parameter.
 
         Shares are added in the order of stages. Names of one parameter within one stage are one use, counted once.
         """
         total: dict[Site, Gradient] = {}
         for copies in self._copies().values():
-            whole = added([*by_stage(copies, sums).values()])
+            whole = add_parts([*by_stage(copies, sums).values()])
             whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
         return total
 
     def homes(self, site: Site) -> list[Site]:
-        """Where contributions have what ``site`` gives, in each stage: of a further copy, at the owner of its name."""
+        """Sites of ``site``'s contributions, in each stage: for a further copy, at its name's owner."""
         copies = self._copies()[id(self._parameters[site[1]])]
         return list({home[0]: home for home in (self._sites[name] for _, name in copies)}.values())
 
@@ -335,13 +334,13 @@ class Reference:
         squares = (length_of(g) ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
 
-    def _shared(self) -> dict[str, list[Site]]:
-        """The sites of each parameter that has one leaf for all of them, by the leaf's name."""
+    def _shared_sites(self) -> dict[str, list[Site]]:
+        """Sites by parameter that share a leaf, under the leaf's name."""
         found = (({self._leaf[name] for _, name in sites}, sites) for sites in self._copies().values())
         return {leaf: sites for (leaf, *others), sites in found if not others}
 
     def _copies(self) -> dict[int, list[Site]]:
-        """The sites of each logical parameter, keyed by its tensor's identity, in order of stages."""
+        """Sites by logical parameter, keyed by tensor identity, in stage order."""
         copies: dict[int, list[Site]] = {}
         for name, parameter in self._parameters.items():
             copies.setdefault(id(parameter), []).append(self._sites[name])
@@ -351,7 +350,7 @@ class Reference:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the first that its module has it under: one module may be in several places."""
+    """For every parameter name the first in its module: one module may have several places."""
     first: dict[tuple[int, str], str] = {}
     names = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -362,12 +361,12 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """``gradient`` with all its elements: an embedding may give those of the rows that were used alone."""
+    """Densify ``gradient``: an embedding may give only used rows."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def differentiable(loss: object) -> Tensor:
-    """``loss``, where it is one number that something trained went into. Raises ``LossError``."""
+    """Return ``loss`` if it can be differentiated. Raises ``LossError``."""
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss is a {type(loss).__name__}: expected a tensor of one number")
     if loss.numel() != 1:
@@ -378,7 +377,7 @@ def differentiable(loss: object) -> Tensor:
 
 
 def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
-    """A microbatch's loss function, and what its value is divided by before the backward."""
+    """A microbatch's loss function, and its divisor before the backward."""
     if isinstance(recipe.loss, Loss):
         return recipe.loss.function, recipe.loss.divisor
     assert isinstance(model, Model), f"only our models bring losses of their own, not {type(model).__name__}"
@@ -388,12 +387,12 @@ def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tup
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What clipping to ``max_norm`` multiplies gradients of this ``norm`` by; None: nothing is clipped."""
+    """The factor from clipping gradients with ``norm`` to ``max_norm``; 1 for None."""
     # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
     factor = 1.0 if max_norm is None or max_norm == math.inf else max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 
 def _total(losses: Sequence[float]) -> float:
-    """The exactly rounded sum; the plain one where something is not finite, which fsum refuses."""
+    """The exactly rounded sum; a plain one with non-finite values, which fsum refuses."""
     return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)

@@ -1,4 +1,4 @@
-"""Blocks that hand on more than one tensor, or a tensor of an uncommon kind: what pipelines lose at their boundaries.
+"""Blocks with several or uncommon output tensors: hard cases at pipelines' boundaries.
 
 Legend: B rows, C width.
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ViewBlock(nn.Module):
-    """An MLP block whose output is a view: two halves that are computed apart and read as one row."""
+    """An MLP block with a view as output: two halves computed separately and read as one row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class ViewBlock(nn.Module):
 
 
 class CarryBlock(nn.Module):
-    """Every block reads the model's own input beside what the block before it made, and hands both on."""
+    """Every block reads the model's own input beside the previous block's output, and hands both on."""
 
     def __init__(self, width: int, *, last: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class CarryBlock(nn.Module):
 
 
 class FreshBlock(nn.Module):
-    """Hands on a gate for the next block that follows from a parameter alone, not from any input."""
+    """Hands on a gate for the next block from a parameter alone, not from any input."""
 
     def __init__(self, width: int, *, last: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FreshBlock(nn.Module):
 
 
 class PromptBlock(nn.Module):
-    """Adds a parameter of its own to a stream of the same shape, so that both have one and the same gradient."""
+    """Adds a parameter to a stream with the same shape, so that both have equal gradients."""
 
     def __init__(self, width: int, *, last: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class PromptBlock(nn.Module):
 
 
 class SometimesBlock(nn.Module):
-    """Two streams, of which the second is read in some microbatches only: those whose key is odd."""
+    """Two streams; the second is read only in microbatches with an odd key."""
 
     def __init__(self, width: int, *, last: bool) -> None:
         super().__init__()

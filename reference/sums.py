@@ -1,4 +1,4 @@
-"""Sums of gradients as ``Pairings``: contributions that are known as they are, without the graphs that made them."""
+"""Summed gradients for ``Pairings``: known contributions without their graphs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,9 +11,9 @@ from pipeproof.reference.step import Gradient, Site, Stage
 
 
 class Sums:
-    """What each of ``made`` gives, and ``before``, the parameters as far as they are known, all by site.
+    """Contributions ``made``, and ``before``, the parameters as far as known, all by site.
 
-    Where ``made`` is one for all of ``batches``, their sum is all there is. ``unpaired``: why pairs are not known.
+    A single one for all ``batches`` is their sum. ``unpaired``: why pairs are unknown.
     """
 
     def __init__(
@@ -32,23 +32,23 @@ class Sums:
         return len(self._made)
 
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """The parameters of ``stage`` that have a gradient."""
+        """Parameters with a gradient on the stage."""
         own = {site: one for site, one in self._made[0].items() if site[0] == stage and one is not None}
         return {site[1]: self._before.get(site, torch.zeros_like(one)) for site, one in own.items()}
 
     def contribution(self, stage: Stage, j: int) -> Contributed:
-        """What ``made[j]`` gives."""
+        """Gradients in ``made[j]``."""
         own = {site[1]: one for site, one in self._made[j].items() if site[0] == stage}
         return Contributed({name: None if one is None else one.cpu().double() for name, one in own.items()}, ())
 
-    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """Nothing: what flows where is not known."""
+    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Nothing: flow between stages is unknown."""
         return [None] * len(flows)
 
     def seed(self, stage: Stage, j: int) -> Flow:
-        """A flow that fits nothing."""
+        """Return a flow that never fits."""
         return lambda _: None
 
     def flow(self, stage: Stage, j: int) -> Flow:
-        """A flow that fits nothing."""
+        """Return a flow that never fits."""
         return lambda _: None

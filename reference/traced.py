@@ -1,8 +1,7 @@
-"""Contributions of any pairing in a model that is not ours: its graphs are kept, and differentiated between stages.
+"""Contributions by pairing in a foreign model: its graphs are kept, and differentiated between stages.
 
-Nothing is known of such a model but which stage holds which parameter. A stage ends at the last tensors that some of
-its modules put out and that no parameter of a later stage went into. Whether that is where it ends is tried: what flows
-through there must give each microbatch's gradients.
+Only the stages of such a model's parameters are known. A stage ends at the last module outputs without a parameter of a
+later stage in them. A trial confirms these ends: flow through them must give each microbatch's gradients.
 """
 
 from collections import Counter
@@ -19,9 +18,9 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeproof.reference.choices import choosing
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
-from pipeproof.reference.graded import ByUse, graded
+from pipeproof.reference.graded import ByUse, differentiate
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.outputs import Place, module_of, outputs_noted
@@ -29,15 +28,15 @@ from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
 from pipeproof.reference.step import Gradient, Loss, Site, Stage, dense
 
 _ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
-_THROUGH = 1e-3  # gradients that flow through the ends of stages, and those that flow anyhow
+_THROUGH = 1e-3  # relative: gradients through the ends of stages against the direct ones
 _MOST = 1 << 27  # numbers that all pairs of a stage may need
 
 
 @dataclass(frozen=True)
 class TracedRun:
-    """One microbatch in the model: its output's leaves, what they were made of, and its divided loss.
+    """A microbatch in the model: its output's leaves, their structure, and the divided loss.
 
-    ``noted`` are the tensors that modules put out, in order, with their places.
+    ``noted``: modules' output tensors, in order, with their places.
     """
 
     leaves: list[Any]
@@ -48,22 +47,21 @@ class TracedRun:
 
     @property
     def outputs(self) -> Tensors:
-        """The leaves that gradients come into."""
+        """Output leaves receiving gradients."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
 
     def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
-        """The output with other tensors in place of ``outputs``."""
+        """Rebuild the output with replaced tensors."""
         own, others = {id(one) for one in self.outputs}, iter(outputs)
         return tree_unflatten([next(others) if id(leaf) in own else leaf for leaf in self.leaves], self.form)
 
 
 class Traced:
-    """One step of any model on one device, as ``Pairings``.
+    """Any model's step on a single device, for ``Pairings``.
 
     ``held``: the parameters of every stage, by their names in the model; it begins with the first stage that has any,
-    as where it is a part of a larger one. ``losses``: each microbatch's. Everything is
-    in fp64 unless the model does not run in it, or draws other random numbers there. ``ends``: the places where a
-    stage is known to end; what is not known is looked for.
+    as for a part of a larger one. ``losses``: each microbatch's. Everything is in fp64 unless the model does not run in
+    it, or draws other random numbers there. ``ends``: places where a stage is known to end; unknown ones are searched.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Traced:
         return len(self.batches)
 
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """The parameters of ``stage`` that are trained, each once."""
+        """Trained parameters by name, each once."""
         found: dict[int, tuple[str, Tensor]] = {}
         for owner, name in self._held:
             leaf = self._leaves[owner, name]
@@ -102,11 +100,11 @@ class Traced:
         return dict(found.values())
 
     def contribution(self, stage: Stage, j: int) -> Contributed:
-        """Microbatch j's own contribution: needs no end of any stage."""
+        """Microbatch j's contribution: needs no stage end."""
         return Contributed(self._direct[j][stage], ())
 
-    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """Microbatch i's activation with each of ``flows``; None for all where nothing is known of pairs."""
+    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Pair microbatch i's activation with each flow; all None if pairs stay unknown."""
         if self.unpaired:
             return [None] * len(flows)
         (leaves, outputs), parameters = self._between(stage, i), self.parameters(stage)
@@ -114,22 +112,22 @@ class Traced:
         return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
 
     def seed(self, stage: Stage, j: int) -> Flow:
-        """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""
+        """Microbatch j's seed for a backward: its target on the last stage, else its flow."""
         return self._target(j) if stage == self.stages - 1 else self.flow(stage, j)
 
     def flow(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's output gradient of ``stage``, as it is."""
+        """Microbatch j's output gradient of ``stage``, unchanged."""
         return lambda _: () if self.unpaired else self._output_gradients(stage, j)
 
     def end(self, stage: Stage) -> frozenset[Place]:
-        """The places where ``stage``, not the last one, ends; empty where that could not be found."""
+        """Places that end ``stage``, not the last; empty if not found."""
         cut = self._cuts[stage]
         last = {id(tensor) for tensor in cut[0]} if cut is not None else set()
         return frozenset(place for place, tensor in self._runs[0].noted if id(tensor) in last)
 
     @cached_property
     def unpaired(self) -> str:
-        """Why nothing is known of pairs; empty where they are."""
+        """Why pairs are unknown; empty if known."""
         size = max(sum(one.numel() for one in self.parameters(stage).values()) for stage in range(self.stages))
         if size * self.microbatches**2 > _MOST:
             return f"the pairs of {self.microbatches} microbatches with stages of {size} parameters are too many to try"
@@ -139,7 +137,7 @@ class Traced:
 
     def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[TracedRun]] | None":
         try:
-            model = copied(self._model).double()
+            model = deep_copy(self._model).double()
             self._use(model)
             batches = [batch.cast(torch.float64) for batch in self.batches]
             runs = [self._run(batch) for batch in batches]
@@ -149,7 +147,7 @@ class Traced:
         return (model, batches, runs) if alike else None
 
     def _use(self, model: nn.Module) -> None:
-        """Give every stage a leaf of its own for each parameter that it holds."""
+        """Give every stage a separate leaf for each of its parameters."""
         self._model, self._leaves, made = model, dict[Site, Tensor](), dict[tuple[Stage, int], Tensor]()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for stage, name in self._held:
@@ -158,16 +156,16 @@ class Traced:
             self._leaves[stage, name] = leaf
         owner = {id(parameters[name]): stage for stage, name in self._held}
         by_name = {name: self._leaves[stage, name] for stage, name in reversed(self._held)}  # of copies, the first
-        for name, parameter in parameters.items():  # other names of what is held
+        for name, parameter in parameters.items():  # further names of held parameters
             if name not in by_name and id(parameter) in owner:
                 by_name[name] = made[owner[id(parameter)], id(parameter)]
         self._uses = by_name
 
     def _run(self, batch: Batch, *, once: bool = False) -> TracedRun:
-        """One microbatch, whose graph may be walked several times unless it is for ``once``."""
+        """Run one microbatch, with a graph for several walks unless for ``once``."""
         noted: list[tuple[Place, Tensor]] = []
         noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
-        # A backward may write into what its forward saved, so that each gets a copy.
+        # A backward may write into its saved tensors, so each gets a copy.
         with nullcontext() if once else saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
             with noting, choosing(self._model, batch.routers):
                 output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
@@ -177,7 +175,7 @@ class Traced:
 
     @cached_property
     def _direct(self) -> list[list[Mapping[str, Gradient]]]:
-        """``_direct[j][s]``: what microbatch j gives in the parameters of stage s."""
+        """``_direct[j][s]``: microbatch j's gradients for parameters of stage s."""
         rows = [self.parameters(stage) for stage in range(self.stages)]
         wanted = [leaf for row in rows for leaf in row.values()]
         own = dict(self._model.named_parameters(remove_duplicate=False))
@@ -186,9 +184,9 @@ class Traced:
         uses: list[Mapping[str, tuple[Gradient, ...]]] = []
         for run, batch in zip(self._runs, self.batches, strict=True):
             apart = ByUse(run.objective, [self._uses[name] for name in self._joint])
-            given = graded(run.objective, wanted, parameters, retain_graph=True)
+            given = differentiate(run.objective, wanted, parameters, retain_graph=True)
             if any(gradient is None for gradient in given):
-                given = self._written(batch, run, wanted, parameters) or given
+                given = self._run_written(batch, run, wanted, parameters) or given
             whole = dict(zip(map(id, wanted), given, strict=True))
             gradients = iter(given)
             found.append([_wide({name: next(gradients) for name in row}) for row in rows])
@@ -202,26 +200,26 @@ class Traced:
 
     @cached_property
     def _joint(self) -> Mapping[str, list[Stage]]:
-        """The stages that hold one parameter under one name, which may have a use of it each, in their order."""
+        """Stages that share a parameter under the same name, perhaps each with a use, in order."""
         holders: dict[str, list[Stage]] = {}
         for stage, name in self._held:
             holders.setdefault(name, []).append(stage)
-        names = Counter(id(leaf) for leaf in self._leaves.values())  # whose uses are those of one name alone
+        names = Counter(id(leaf) for leaf in self._leaves.values())  # leaves with a single name
         return {n: stages for n, stages in holders.items() if len(stages) > 1 and names[id(self._uses[n])] == 1}
 
-    def _written(
+    def _run_written(
         self, batch: Batch, run: TracedRun, wanted: Sequence[Tensor], parameters: Sequence[Tensor]
     ) -> list[Gradient] | None:
-        """What ``run`` gives, where a backward that writes ``.grad`` itself must find the weight and not a copy of it.
+        """Gradients of ``run`` for a backward that writes ``.grad`` itself and must find the weight, not a copy.
 
-        None where the model draws other random numbers each time.
+        None if the model draws other random numbers each time.
         """
         again = self._run(batch, once=True)
-        return graded(again.objective, wanted, parameters) if again.loss == run.loss else None
+        return differentiate(again.objective, wanted, parameters) if again.loss == run.loss else None
 
     @cached_property
     def _cuts(self) -> list[list[Tensors] | None]:
-        """For every stage but the last, its last tensors by microbatch; None where they are not known."""
+        """For every stage but the last, its last tensors by microbatch; None if unknown."""
         stage_of = {id(leaf): stage for (stage, _), leaf in self._leaves.items()}
         deep = [depths(ends_of(run.outputs), stage_of) for run in self._runs]
         return [self._cut(stage, deep) if stage >= self._first else None for stage in range(self.stages - 1)]
@@ -235,7 +233,7 @@ class Traced:
         return None
 
     def later(self, stage: Stage) -> frozenset[str]:
-        """The modules that have parameters, all of which later stages hold."""
+        """Modules with parameters in later stages only."""
         found: dict[str, bool] = {}
         for owner, name in self._held:
             parts = name.split(".")[:-1]
@@ -244,7 +242,7 @@ class Traced:
         return frozenset(module for module, is_later in found.items() if is_later)
 
     def _put_out_until(self, stage: Stage) -> frozenset[Place]:
-        """The places that are no outputs of modules of later stages: such a one may begin with what is no stage's own.
+        """Places outside later stages' modules: a later module may begin with work of no stage.
 
         A residual stream that is added up first, say.
         """
@@ -262,7 +260,7 @@ class Traced:
         return None if not edges else tuple(tensor for edge, tensor in known.items() if edge in edges)
 
     def _between(self, stage: Stage, i: int) -> tuple[Tensors, Tensors]:
-        """What microbatch i has where ``stage`` begins, and where it ends."""
+        """Microbatch i's tensors at the begin and the end of ``stage``."""
         before = self._cuts[stage - 1] if stage > self._first else None
         after = self._cuts[stage] if stage < self.stages - 1 else None
         return () if before is None else before[i], self._runs[i].outputs if after is None else after[i]
@@ -276,7 +274,7 @@ class Traced:
         return self._flowing[stage, j]
 
     def _target(self, j: int) -> Flow:
-        """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""
+        """The flow from the loss with microbatch j's target, for any outputs."""
         own, target = self._runs[j], self.batches[j].target
 
         def flow(outputs: Tensors) -> Sequence[Gradient] | None:
@@ -290,7 +288,7 @@ class Traced:
         return flow
 
     def _flows_through(self) -> bool:
-        """Whether what passes the ends of stages gives what each microbatch gives."""
+        """True if flow through the ends of stages gives each microbatch's gradients."""
         every = [(stage, j) for stage in range(self._first, self.stages - 1) for j in range(self.microbatches)]
         return all(self._own_flow_gives_own(stage, j) for stage, j in every)
 
@@ -298,15 +296,15 @@ class Traced:
         leaves, outputs = self._between(stage, j)
         gradients = self._output_gradients(stage, j)
         made = backward(self.parameters(stage), leaves, outputs, lambda _: gradients)
-        return made is not None and all(map(_near, made.gradients.values(), self._direct[j][stage].values()))
+        return made is not None and all(map(_is_near, made.gradients.values(), self._direct[j][stage].values()))
 
 
-def _near(one: Gradient, other: Gradient) -> bool:
+def _is_near(one: Gradient, other: Gradient) -> bool:
     if one is None or other is None:
         return one is other
     return bool((one.cpu() - other).norm() <= _THROUGH * other.norm())
 
 
 def _wide(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
-    """``gradients`` where and as whoever adds them up wants them, with all their elements."""
+    """``gradients`` dense, on the CPU, in fp64: ready for sums."""
     return {name: None if one is None else dense(one).cpu().double() for name, one in gradients.items()}

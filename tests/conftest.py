@@ -18,6 +18,7 @@ from tests.support.typed import Typed
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
+    from pipeproof.whitebox import WhiteBox
     from pipeproof.wings.simulated import SimulatedWorld
     from pipeproof.worlds.world import World
 
@@ -73,6 +74,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def world(pipeproof_world: "World") -> "World":
     """Ours is the plugin's."""
     return pipeproof_world
+
+
+@pytest.fixture(scope="session")
+def here() -> "World":
+    """A world of one rank, which is this process: nothing is started."""
+    from tests.support.doubles import InThisProcess
+
+    return InThisProcess()
+
+
+@pytest.fixture
+def whitebox_here(here: "World") -> "WhiteBox":
+    """Judges steps of one rank."""
+    from pipeproof.whitebox import WhiteBox
+
+    return WhiteBox(here)
 
 
 @pytest.fixture(scope="session")

@@ -19,5 +19,5 @@ def test_every_name_that_is_offered_can_be_had(package: ModuleType) -> None:
 
 def test_errors_that_a_user_catches_have_short_names() -> None:
     for name in ("PipelineMismatch", "NoVerdict", "ValidationFailed"):
-        error = getattr(pipeproof, name)
-        assert f"{error.__module__}.{error.__qualname__}" == f"pipeproof.{name}"
+        error = getattr(pipeproof.errors, name)
+        assert f"{error.__module__}.{error.__qualname__}" == f"pipeproof.errors.{name}"

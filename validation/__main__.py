@@ -1,4 +1,4 @@
-"""The process that a shell starts: ``pipeproof``, ``python -m pipeproof`` and ``torchrun -m pipeproof`` are one."""
+"""Shell entry point: ``pipeproof``, ``python -m pipeproof`` and ``torchrun -m pipeproof``."""
 
 import signal
 import sys
@@ -8,11 +8,11 @@ from typing import NoReturn
 
 
 def start() -> NoReturn:
-    """Run the command line. Ctrl-C ends the process quietly from the first line on, also while the rest is imported."""
+    """Run the command line. Ctrl-C exits quietly from the first line on, even during imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to tell
-    if sys.argv[1:] == ["--version"]:  # the one thing to say for which no command is loaded
-        with suppress(AttributeError, OSError):  # of what cannot be written to, the command line tells
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is output to finish
+    if sys.argv[1:] == ["--version"]:  # needs no command
+        with suppress(AttributeError, OSError):  # the command line reports unwritable output
             sys.stdout.write(f"pipeproof {version('pipeproof')}\n")
             sys.stdout.flush()
             sys.exit()

@@ -1,8 +1,8 @@
-"""Extension points: what wings, and other packages, give to the rest, found by name and loaded on first use.
+"""Extension points: contributions from wings and other packages, found by name and loaded on first use.
 
-Whatever can be extended has a point with a name, and asks for it: ``extensions("faults")``. Wings give what stands in
-``wings.GIVEN``; other packages give entry points of the group ``pipeproof.faults``, which each lists in its own
-pyproject.toml. So nothing outside of a wing imports it, and a wing that was taken away is a name that is not known.
+Each extensible room asks for its point by name: ``extensions("faults")``. Wings contribute through ``wings.GIVEN``;
+other packages through the entry point group ``pipeproof.faults`` in their own pyproject.toml. So only wings import
+wings, and a removed wing is merely an unknown name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,24 +17,24 @@ from pipeproof.wings import GIVEN
 
 @cache
 def extensions(point: str) -> Mapping[str, Any]:
-    """What is given at ``point``, by name."""
-    return MappingProxyType({one.name: one.load() for one in _given(point)})
+    """Return contributions at ``point``, by name."""
+    return MappingProxyType({one.name: one.load() for one in _entries(point)})
 
 
 @cache
 def extension(point: str, name: str) -> Any | None:
-    """What is given at ``point`` under this ``name``; None where nothing is. Nothing else is loaded."""
-    return next((one.load() for one in _given(point) if one.name == name), None)
+    """Return the contribution called ``name`` at ``point``, or None. Loads no other."""
+    return next((one.load() for one in _entries(point) if one.name == name), None)
 
 
 @cache
 def names(point: str) -> tuple[str, ...]:
-    """The names that are given at ``point``; nothing of them is loaded."""
-    return tuple(one.name for one in _given(point))
+    """Return contribution names at ``point`` without loading them."""
+    return tuple(one.name for one in _entries(point))
 
 
-def _given(point: str) -> Iterator[EntryPoint]:
-    """What is given there, but for what is of a wing, or of a package, that is not there."""
+def _entries(point: str) -> Iterator[EntryPoint]:
+    """Yield contributions whose module exists."""
     group = f"pipeproof.{point}"
     own = [EntryPoint(name, value, group) for name, value in GIVEN.get(point, {}).items()]
     return (one for one in [*own, *entry_points(group=group)] if _is_there(one.module))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeproof.worlds.accelerator import CPU, refusal
-from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parsed_interleaving
+from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parse_interleaving
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
-from pipeproof.worlds.timeout import parsed_seconds
+from pipeproof.worlds.timeout import parse_seconds
 
 if TYPE_CHECKING:
     from pipeproof.core.verdict import Verdict
@@ -31,7 +31,7 @@ _GLOO = "gloo"
 _WORLD = pytest.StashKey["World"]()
 _BOX = pytest.StashKey["FixtureBox"]()
 _SEED, _OFF = "--pipeproof-seed", "off"
-_DUE = "The test has to assert this verdict, or to call its raise_if_failed()"
+_MUST = "The test has to assert this verdict, or to call its raise_if_failed()"
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
 
@@ -42,13 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pipeproof-device", default=CPU, metavar="TYPE", help=where)
     group.addoption(
         "--pipeproof-rank-timeout",
-        type=parsed_seconds,
+        type=parse_seconds,
         default=300.0,
         metavar="SECONDS",
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
     drawn = f"seeds torch, random and numpy, with a test's name, where it uses ranks; or {_OFF} (default: 0)"
-    group.addoption(_SEED, type=_parsed_seed, default=0, metavar="N", help=drawn)
+    group.addoption(_SEED, type=_parse_seed, default=0, metavar="N", help=drawn)
     group.addoption(
         "--pipeproof-world", choices=KINDS, default=REAL, help="real ranks, or simulated ones (default: real)"
     )
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     kept = "how many bytes of what one simulated rank sends to another are kept until they are received (default: 0)"
     group.addoption("--pipeproof-room", type=int, default=0, metavar="BYTES", help=kept)
     order = "the seed of simulated ranks: who is next, and what moves; or as a replay line has it (default: 0)"
-    group.addoption("--pipeproof-interleaving", type=parsed_interleaving, default=0, metavar="N", help=order)
+    group.addoption("--pipeproof-interleaving", type=parse_interleaving, default=0, metavar="N", help=order)
     every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST_RUNS})"
     group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST_RUNS, metavar="N", help=every)
 
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("pipeproof_most_groups", most, default="")
 
 
-def _parsed_seed(text: str) -> int | None:
+def _parse_seed(text: str) -> int | None:
     """None: random numbers are left alone."""
     if text != _OFF and not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, as 7, or {_OFF}")
@@ -79,7 +79,7 @@ def _most_groups(config: pytest.Config) -> int | None:
     return int(text) if text else None
 
 
-def _exhausted(config: pytest.Config) -> None:
+def _exhaust(config: pytest.Config) -> None:
     most = config.getoption("--pipeproof-exhaust")
     if most is not None and most < 1:
         raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
@@ -116,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
     _most_groups(config)  # so that a wrong one is told at once
-    _exhausted(config)
+    _exhaust(config)
     if why := refusal(config.getoption("--pipeproof-device")):
         raise pytest.UsageError(f"--pipeproof-device: {why}")
     _transport(config)
@@ -246,7 +246,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 def _refuse_unread(box: "FixtureBox") -> None:
     for verdict in box.unread():
-        pytest.fail(f"unread: {verdict.reason}. {_DUE}\n{verdict}", pytrace=False)
+        pytest.fail(f"unread: {verdict.reason}. {_MUST}\n{verdict}", pytrace=False)
 
 
 def _subjects(error: BaseException) -> list["Verdict"]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.worker import RankContext
 
@@ -91,8 +91,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         every = self.mixed(self.before(x)).view(rows, length, 3, self.job.size.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*every, is_causal=True).transpose(1, 2)
-        x = x + self._dropped(self.out(seen.reshape(rows, length, width)))
+        observed = functional.scaled_dot_product_attention(*every, is_causal=True).transpose(1, 2)
+        x = x + self._dropped(self.out(observed.reshape(rows, length, width)))
         x = x + self._dropped(self.down(functional.gelu(self.up(self.between(x)))))
         if not self.job.any_order:
             return x
@@ -150,7 +150,7 @@ class Running:
     def checked(self, **how: Any) -> Any:
         """A step that is checked; the verdict."""
         generators = [] if self.generator is None else [self.generator]
-        against = Composed(loss_fn, optimizer=self.optimizer, scaler=self.scaler, generators=generators, **how)
+        against = StageByStage(loss_fn, optimizer=self.optimizer, scaler=self.scaler, generators=generators, **how)
         named = f"{self.rank}.{{}}".format
         with check_step(
             {self.rank: self.stage}, self.data, against=against, rename=lambda _, name: named(name)

@@ -158,7 +158,7 @@ def _machine(device: str) -> dict[str, str]:
 
 def _options(parts: Sequence[str]) -> argparse.Namespace:
     from pipeproof.own.case import SCHEDULES
-    from pipeproof.pipeline.schedules import known_are
+    from pipeproof.pipeline.schedules import list_known
     from pipeproof.worlds import accelerator
 
     about = "\n".join(__doc__.splitlines())
@@ -169,7 +169,7 @@ def _options(parts: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = "a type that torch names: cuda, cpu, ... (default auto: the accelerator if there is one)"
-    parser.add_argument("--device", type=accelerator.parsed, default=accelerator.AUTO, metavar="TYPE", help=where)
+    parser.add_argument("--device", type=accelerator.parse_device, default=accelerator.AUTO, metavar="TYPE", help=where)
     parser.add_argument("--out", metavar="DIR", help="a folder for accelerator.md and accelerator.json")
     parser.add_argument("--parts", default=",".join(parts), metavar="NAME,...", help="these parts alone")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), metavar="NAME,...", help="these schedules alone")
@@ -183,10 +183,10 @@ def _options(parts: Sequence[str]) -> argparse.Namespace:
         names = [name.strip() for name in getattr(options, option).split(",")]
         for name in names:
             if name not in known:
-                parser.error(f"--{option}: unknown {option[:-1]} {name!r}: {known_are(name, list(known))}")
+                parser.error(f"--{option}: unknown {option[:-1]} {name!r}: {list_known(name, list(known))}")
         setattr(options, option, names)
     if options.device == accelerator.AUTO:
-        options.device = accelerator.found()
+        options.device = accelerator.detect()
     if why := accelerator.absence(options.device):
         parser.error(f"--device {options.device}: {why}; `ci/accelerator --device cpu` runs on the processor")
     try:

@@ -13,7 +13,7 @@ from accelerator_result import Row
 from pipeproof.core.mismatch import small
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import SCHEDULES, Case
-from pipeproof.own.validator import crashed, validate
+from pipeproof.own.validator import crash_verdict, validate
 from pipeproof.pipeline.schedules import virtuals
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.wings.specimens.trial import Trial, case_for, try_out
@@ -90,7 +90,7 @@ def fuzzing(wanted: Wanted, tell: Tell) -> None:
 
     def run(case: Case, world: World) -> Verdict:
         verdict = _verdict(case, world)
-        if verdict.verdict != "pass":
+        if verdict.outcome != "pass":
             tell(row_of(case, verdict))
         return verdict
 
@@ -218,7 +218,7 @@ def _verdict(case: Case, world: World, *, measure: bool = False) -> Verdict:
     try:
         return validate(case, world, measure=measure, explain=False)
     except RankFailed as failure:
-        return crashed(case, failure)
+        return crash_verdict(case, failure)
 
 
 def row_of(case: Case, verdict: Verdict) -> Row:
@@ -227,7 +227,7 @@ def row_of(case: Case, verdict: Verdict) -> Row:
     if verdict.laws:
         gradients = verdict.law("gradient")
         cells |= {"worst": small(gradients.worst), "floor": small(gradients.floor or verdict.floor)}
-    if verdict.verdict != "pass":
+    if verdict.outcome != "pass":
         cells["why"] = verdict.reason
     return Row(_short(case), verdict.word, cells, wrong=verdict.word in ("fail", "error", "hang"))
 

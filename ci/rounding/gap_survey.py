@@ -12,7 +12,7 @@ from gap_page import page
 from gap_picture import gap_picture
 from gaps import Row, measured
 
-from pipeproof.commands.ending import ended
+from pipeproof.commands.ending import run_command
 from pipeproof.commands.option_parser import OptionParser
 from pipeproof.commands.selection import dtype_names
 from pipeproof.own.case import DTYPES, MODELS, Case, CaseError
@@ -92,4 +92,4 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(ended(lambda: main(sys.argv[1:])))
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -102,12 +102,12 @@ def _gap(fault: LeastFault, own: Step, wide: Step, floors: Mapping[Site, Floor])
 
 
 def _all_equal(total: Total, right: Total) -> bool:
-    return all(same_bits(seen, wanted) for _, seen, wanted in _changed(total, right))
+    return all(same_bits(observed, wanted) for _, observed, wanted in _changed(total, right))
 
 
 def _errors(total: Total, right: Total, floors: Mapping[Site, Floor]) -> list[tuple[float, Floor]]:
     """The error and the floor of every gradient that is touched."""
-    return [(error(seen, wanted), floors[site]) for site, seen, wanted in _changed(total, right)]
+    return [(error(observed, wanted), floors[site]) for site, observed, wanted in _changed(total, right)]
 
 
 def _above(pair: tuple[float, Floor]) -> float:
@@ -121,9 +121,9 @@ def _overall(outcomes: set[str]) -> str:
 
 def _changed(total: Total, right: Total) -> Iterator[tuple[Site, Tensor, Tensor]]:
     for site, wanted in right.items():
-        seen = total[site]
-        if seen is not wanted and seen is not None and wanted is not None:
-            yield site, seen, wanted
+        observed = total[site]
+        if observed is not wanted and observed is not None and wanted is not None:
+            yield site, observed, wanted
 
 
 def _least(floor: Floor) -> float:

@@ -11,7 +11,7 @@ from bench_ranks import Turns, conditions, on_ranks, own_place, step_seconds, ta
 from bench_table import Row
 from torch import Tensor, nn
 
-from pipeproof import Composed, PipelineSchedule, SingleDevice, check_step
+from pipeproof import PipelineSchedule, SingleDevice, StageByStage, check_step
 from pipeproof.worlds.accelerator import CPU
 
 MICROBATCHES, LAYERS = 8, 8
@@ -71,8 +71,8 @@ def _steps(job: Job, rank: int, ranks: int, *, turns: Turns) -> dict[str, Any]:
     steps = {
         "plain": lambda: schedule.train_step(data, max_norm=1.0),
         "checked": lambda: _checked(schedule, stage, SingleDevice(lambda: _build(job), loss_fn), data),
-        "composed": lambda: _checked(schedule, stage, Composed(loss_fn), data),
-        "one stage": lambda: _checked(schedule, stage, Composed(loss_fn, stages="one by one"), data),
+        "composed": lambda: _checked(schedule, stage, StageByStage(loss_fn), data),
+        "one stage": lambda: _checked(schedule, stage, StageByStage(loss_fn, stages="one by one"), data),
     }
     return take_turns(steps, lambda: None, turns)
 
@@ -86,11 +86,11 @@ def _data(job: Job) -> list[tuple[Tensor, Tensor]]:
 def _checked(
     schedule: PipelineSchedule,
     stage: nn.Module,
-    against: SingleDevice | Composed,
+    against: SingleDevice | StageByStage,
     data: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
     with check_step({dist.get_rank(): stage}, data, against=against) as check:
-        result = schedule.wrapped(check.wrap).train_step(data, max_norm=1.0)
+        result = schedule.wrap(check.wrap).train_step(data, max_norm=1.0)
         check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
     check.verdict.raise_if_failed()
 

@@ -10,7 +10,7 @@ from bench_table import Row, Target
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.faults import unchanged
+from pipeproof.own.faults import pass_on
 from pipeproof.own.judgement import diagnose, judge
 from pipeproof.own.observe import observe
 from pipeproof.wings.specimens import SPECIMENS
@@ -30,7 +30,7 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
             failures = list(_failures(world, schedule, ranks))
             for name, runs in (
                 ("recorded", failures),
-                ("final gradients", [(c, seen.final(), v) for c, seen, v in failures]),
+                ("final gradients", [(c, observed.final(), v) for c, observed, v in failures]),
             ):
                 seconds = [median(_seconds(*run) for _ in range(rounds)) for run in runs]
                 rows.append(_row(f"{schedule} {name}", seconds))
@@ -39,7 +39,7 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
 
 def _failures(world: World, schedule: str, ranks: int) -> Iterator[tuple[Case, Observed, Verdict]]:
     for _, family in groupby(SPECIMENS.values(), key=lambda one: one.family):
-        ordered = [one for one in family if one.reorder is unchanged]
+        ordered = [one for one in family if one.reorder is pass_on]
         cases = [case_for(one, schedule, ranks=ranks) for one in ordered]
         for case in [case for one, case in zip(ordered, cases, strict=True) if not one.missing(case)][:2]:
             try:
@@ -47,7 +47,7 @@ def _failures(world: World, schedule: str, ranks: int) -> Iterator[tuple[Case, O
             except RankFailed:
                 continue  # nothing but what the ranks say of themselves is left to diagnose
             verdict = judge(case, observed)
-            if verdict.verdict == "fail":
+            if verdict.outcome == "fail":
                 yield case, observed, verdict
 
 

@@ -148,7 +148,7 @@ class _Load:
 
 
 def process_seconds(*, but: Collection[int] = (), proc: Path = Path("/proc")) -> float:
-    """The processor time so far of all processes that can be seen, ``but`` these; 0 on a system that does not say.
+    """The processor time so far of all processes that can be observed, ``but`` these; 0 on a system that does not say.
 
     The machine's own count would not do: it charges whole ticks, and of ranks that wake each other thousands of times
     a second it made up to one core more than all processes together used. A process that has ended is counted with

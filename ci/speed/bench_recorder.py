@@ -48,7 +48,7 @@ def _steps(case: Case, shapes: Shapes, turns: Turns) -> dict[str, Any]:
     assert group is not None, "ranks have a group"
     _, schedule = assemble(RankContext(dist.get_rank(), case.ranks, own_place(), group), case)
     recorder = Recorder()
-    recorded = schedule.wrapped(recorder.wrap)
+    recorded = schedule.wrap(recorder.wrap)
     batches = microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed)
     pairs = [(batch.inputs, batch.target) for batch in (batch.to(own_place()) for batch in batches)]
     steps = {

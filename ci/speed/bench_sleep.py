@@ -95,7 +95,7 @@ def _watched(case: Case, unit: float) -> dict[str, float]:
     """One step of ours, watched: each kind of action sleeps as long as it should, in the half where it belongs."""
     seconds: dict[str, list[float]] = {}
     pipeline = pipeline_of(case)
-    watched = pipeline.wrapped(lambda parts: replace(parts, stages=tuple(Watched(s, seconds) for s in parts.stages)))
+    watched = pipeline.wrap(lambda parts: replace(parts, stages=tuple(Watched(s, seconds) for s in parts.stages)))
     watched.accumulate(case.microbatches)
     assert not pipeline.undeferred, f"sleeps that belong to W came early: {pipeline.undeferred}"
     lasted = {kind: median(taken) for kind, taken in seconds.items()}

@@ -140,5 +140,7 @@ def _torchs(sleeps: Sleeps) -> tuple[float, float]:
 def assert_lasted(seconds: Mapping[str, float], unit_s: float) -> None:
     """Every kind of action took about as long as it should: a B as long as I and W together."""
     for kind, taken in seconds.items():
-        due = unit_s * (2 if kind == Kind.BACKWARD.value else 1)
-        assert abs(taken - due) <= _OFF * due, f"{kind} took {taken * 1e3:.2f} ms: expected about {due * 1e3:.2f} ms"
+        expected = unit_s * (2 if kind == Kind.BACKWARD.value else 1)
+        assert abs(taken - expected) <= _OFF * expected, (
+            f"{kind} took {taken * 1e3:.2f} ms: expected about {expected * 1e3:.2f} ms"
+        )

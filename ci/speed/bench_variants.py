@@ -119,12 +119,12 @@ def clear_gradients(modules: Iterable[nn.Module]) -> None:
 
 def disagreement(modules: Iterable[nn.Module], steps: dict[str, Step]) -> dict[str, float]:
     """Run each variant once: the largest difference of its gradients from ours, relative to ours (Frobenius)."""
-    modules, seen = list(modules), {}
+    modules, visited = list(modules), {}
     for name, step in steps.items():
         clear_gradients(modules)
         step()
-        seen[name] = torch.cat([parameter.grad.flatten() for module in modules for parameter in module.parameters()])
+        visited[name] = torch.cat([parameter.grad.flatten() for module in modules for parameter in module.parameters()])
     clear_gradients(modules)
-    scale = seen["ours"].norm()
+    scale = visited["ours"].norm()
     assert scale > 0, "gradients that are all zero compare equal to anything"
-    return {name: ((vector - seen["ours"]).norm() / scale).item() for name, vector in seen.items()}
+    return {name: ((vector - visited["ours"]).norm() / scale).item() for name, vector in visited.items()}

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from bench_table import Row, Target, ratio
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.judge import one_thread
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

@@ -1,4 +1,4 @@
-"""The schedule families, one pure function each, and the registry from name to function."""
+"""Schedule families, one pure function each, and the registry from name to function."""
 
 import difflib
 import re
@@ -17,7 +17,7 @@ from pipeproof.pipeline.schedules.v_min import v_min
 from pipeproof.pipeline.schedules.zb_h1 import zb_h1
 from pipeproof.pipeline.schedules.zb_h2 import zb_h2
 from pipeproof.pipeline.schedules.zb_v import zb_v
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, SHOWN, counted
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, SHOWN, check_count
 
 Family = Callable[..., Schedule]
 
@@ -36,7 +36,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "dualpipev": dual_pipe_v,
     }
 )
-# Families whose ranks may hold any number of stages, and those that need exactly two; all others have one.
+# Families with any number of stages per rank, and families with exactly two; all others have one.
 LOOPED = frozenset({"interleaved", "looped-bfs", "zb-h1"})
 VEE = frozenset({"zb-v", "v-half", "v-min", "dualpipev"})
 # Families whose backwards come in two parts, I and W.
@@ -59,9 +59,9 @@ _ALIASES = MappingProxyType(
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` of the few names that ``text`` begins, or the one it is most like or part of; or nothing.
+    """``did you mean 'x'? `` with the few names that begin with ``text``, or the most similar one; or nothing.
 
-    Of a mapping it is what that calls the name.
+    A mapping's values replace its keys.
     """
     names = {name.lower(): name for name in known}
     text = text.lower()
@@ -73,18 +73,18 @@ def nearest(text: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}? " if said else ""
 
 
-def known_are(text: str, known: Sequence[str]) -> str:
-    """The end of a sentence on a name that is none of ``known``: the nearest, and all."""
+def list_known(text: str, known: Sequence[str]) -> str:
+    """End a sentence about a name outside ``known``: the nearest, and all."""
     return f"{nearest(text, known)}known are {', '.join(known)}"
 
 
 def canonical_name(text: str) -> str:
-    """The registry's spelling of ``text``; case and punctuation are forgiven, an unknown name suggests the nearest."""
+    """The registry's spelling for ``text``; case and punctuation are forgiven, an unknown name suggests the nearest."""
     plain = re.sub(r"[^a-z0-9]", "", text.lower())
     known = {re.sub(r"[^a-z0-9]", "", name): name for name in FAMILIES} | dict(_ALIASES)
     if plain in known:
         return known[plain]
-    if plain == "dualpipe":  # dual_pipe_v.py says what it would take
+    if plain == "dualpipe":  # dual_pipe_v.py says why
         raise ScheduleError(
             f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
             "DualPipe folded at the middle"
@@ -94,12 +94,12 @@ def canonical_name(text: str) -> str:
 
 
 def virtuals(family: str, *, looped: int = 1) -> int:
-    """How many stages per rank ``family`` has where nobody says: its only number, or ``looped`` where any will do."""
+    """Default stages per rank for ``family``: its only number, or ``looped`` if any will do."""
     return 2 if family in VEE else looped if family in LOOPED else 1
 
 
 def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
-    """The schedule ``name`` for P = ``ranks``, V = ``virtual`` stages per rank and M = ``microbatches``.
+    """Build the schedule ``name`` for P = ``ranks``, V = ``virtual`` stages per rank and M = ``microbatches``.
 
     Raises ``ScheduleError`` for an unknown name, counts below one, or a V or M that the family cannot have.
     """
@@ -113,7 +113,7 @@ def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = Non
 
 
 def can_have(family: str, virtual: int) -> None:
-    """Raise ``ScheduleError`` where ``family`` has another number of stages per rank."""
+    """Raise ``ScheduleError`` if ``family`` has another number of stages per rank."""
     only = virtuals(family, looped=virtual)
     if virtual != only:
         has = "one stage" if only == 1 else "two stages"
@@ -124,9 +124,9 @@ def can_have(family: str, virtual: int) -> None:
 
 
 def _check_sizes(family: str, ranks: int, microbatches: int, virtual: int) -> None:
-    counted("ranks", ranks, most=MOST_RANKS)
-    counted("microbatches", microbatches, most=MOST_MICROBATCHES)
-    counted("virtual", virtual, most=MOST_LAYERS)
+    check_count("ranks", ranks, most=MOST_RANKS)
+    check_count("microbatches", microbatches, most=MOST_MICROBATCHES)
+    check_count("virtual", virtual, most=MOST_LAYERS)
     actions = ranks * virtual * microbatches * (3 if family in SPLIT else 2)
     if actions > MOST_ACTIONS:
         raise ScheduleError(

@@ -18,14 +18,14 @@ _CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0, Kind.BACKWARD_WEIGHT: -1}
 Block = tuple[int, int, int, int]  # when F0, F1, I1 and I0 start on a rank
 
 
-def repeated(name: str, block: Callable[[int], Block], *, ranks: int, microbatches: int) -> Schedule:
-    """``block(rank)`` for every microbatch, six units apart, then filled. Any M >= 1."""
+def repeat_block(name: str, block: Callable[[int], Block], *, ranks: int, microbatches: int) -> Schedule:
+    """Repeat ``block(rank)`` for every microbatch, six units apart, then fill. Any M >= 1."""
     rows = tuple(_stable(rank, block(rank), ranks=ranks, microbatches=microbatches) for rank in range(ranks))
-    return Schedule(name, microbatches, placement(ranks), _filled(rows, 2 * ranks))
+    return Schedule(name, microbatches, placement(ranks), _fill(rows, 2 * ranks))
 
 
 def _stable(rank: int, block: Block, *, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """One rank's actions in the order of their times; each W in the first free unit after its I, first come first."""
+    """One rank's actions in time order; each W in the first free unit after its I, first come first."""
     chunks = ((rank, Kind.FORWARD), (2 * ranks - 1 - rank, Kind.FORWARD), (2 * ranks - 1 - rank, Kind.BACKWARD_INPUT))
     passes = tuple(zip(block, (*chunks, (rank, Kind.BACKWARD_INPUT)), strict=True))
     assert len({start % PERIOD for start in block}) == len(block), f"{block} runs two passes at one time"
@@ -46,8 +46,8 @@ def _stable(rank: int, block: Block, *, ranks: int, microbatches: int) -> tuple[
     return (*row, *(action for _, action in sorted(waiting)))
 
 
-def _filled(rows: Sequence[Sequence[Action]], n_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """``rows`` run unit by unit, each rank taking the first of its actions that can run now and fits its memory.
+def _fill(rows: Sequence[Sequence[Action]], n_stages: int) -> tuple[tuple[Action, ...], ...]:
+    """Run ``rows`` unit by unit, each rank taking its first ready action that fits its memory.
 
     An action that overtakes others must leave room for them: no row may ever hold more than any of ``rows`` did. What
     was overtaken can still run, so this never gets stuck. Once a rank has no forward left, its W wait for an idle unit.
@@ -63,7 +63,7 @@ def _filled(rows: Sequence[Sequence[Action]], n_stages: int) -> tuple[tuple[Acti
 
 
 class _Rank:
-    """A rank while its row is filled. Of a stage and a kind, microbatches keep their order."""
+    """A rank during the filling. Within a stage and a kind, microbatches keep their order."""
 
     def __init__(self, row: Sequence[Action], n_stages: int, limit: int) -> None:
         self.row: list[Action] = []
@@ -74,7 +74,7 @@ class _Rank:
         self._end = 1 + max(action.microbatch for action in row)
 
     def step(self, done: set[tuple[int, Kind, int]]) -> Action | None:
-        """Run one action, given what is ``done``; None where none can run."""
+        """Run an action, given ``done`` actions; None if stuck."""
         ready = {action for action in self._next.values() if self._can_run(action, done)}
         place = None if self._forwards else self._first({a for a in ready if a.kind is not Kind.BACKWARD_WEIGHT})
         if place is None:
@@ -91,7 +91,7 @@ class _Rank:
         return action
 
     def _first(self, ready: set[Action]) -> int | None:
-        """The place of the first of these that fits."""
+        """Find the first ``ready`` action that fits."""
         if not ready:
             return None
         held = most = self._held

@@ -19,7 +19,7 @@ from pipeproof.pipeline.schedules.vee import Row, placement
 
 
 def dual_pipe_v(*, ranks: int, microbatches: int) -> Schedule:
-    """Eight steps, as DeepSeek's ``dualpipev.py`` and torch's ``ScheduleDualPipeV``, which need M >= 2P.
+    """Run eight steps, as DeepSeek's ``dualpipev.py`` and torch's ``ScheduleDualPipeV``, which need M >= 2P.
 
     At equal times the global bubble is 2 (P-1) units, whatever M; ranks hold up to 2P+1 chunk activations.
     """
@@ -33,7 +33,7 @@ def dual_pipe_v(*, ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], list[int]]:
-    """A rank's actions, and the slots of the forwards that overlap with the backward after them."""
+    """A rank's actions, and slots of forwards that overlap with the next backward."""
     row, slots = Row(rank, ranks), list[int]()
     behind = ranks - 1 - rank
 
@@ -58,9 +58,8 @@ def _row(rank: int, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], 
 
 
 def _drain(row: Row, rank: int, behind: int) -> None:
-    """B1 B0 alternate rank + 1 times, the second half of them with I for B; then W and backwards of chunk 0; then W."""
-    split_from = rank + 1 if rank % 2 else 2 * (rank // 2) + 1
+    """B1 B0 alternate rank + 1 times, the second half with I for B; then W and backwards of chunk 0; then W."""
     for k in range(2 * (rank + 1)):
-        row.run(("B" if k < split_from else "I") + ("0" if k % 2 else "1"))
+        row.run(("B" if k <= rank else "I") + ("0" if k % 2 else "1"))
     row.run("W I0", behind)
     row.run("W", rank + 1)

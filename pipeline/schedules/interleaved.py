@@ -39,7 +39,7 @@ def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
 
 
 def looped_work(ranks: int, *, virtual: int, microbatches: int) -> tuple[Work, Work, int]:
-    """(chunk, microbatch) of a rank's forwards and of its backwards, in order, and the size N of the largest group."""
+    """(chunk, microbatch) of a rank's forwards and backwards, in order, and the size N of the largest group."""
     groups = _even_groups(microbatches, max(1, microbatches // ranks))
     ascending = [(chunk, m) for group in groups for chunk in range(virtual) for m in group]
     descending = [(chunk, m) for group in groups for chunk in reversed(range(virtual)) for m in group]
@@ -47,7 +47,7 @@ def looped_work(ranks: int, *, virtual: int, microbatches: int) -> tuple[Work, W
 
 
 def _even_groups(count: int, n_groups: int) -> list[range]:
-    """0..count-1 in ``n_groups`` runs whose sizes differ by at most one, the larger first."""
+    """Cut 0..count-1 into ``n_groups`` runs with sizes differing by at most one, larger first."""
     size, larger = divmod(count, n_groups)
     ends = [size * group + min(group, larger) for group in range(n_groups + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -7,7 +7,7 @@ Drawn for P = 2, M = 4 (F, I and W are one cell each; rank 0 has stages 0 and 3)
 """
 
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.schedules.building_block import Block, repeated
+from pipeproof.pipeline.schedules.building_block import Block, repeat_block
 
 
 def v_half(*, ranks: int, microbatches: int) -> Schedule:
@@ -20,4 +20,4 @@ def v_half(*, ranks: int, microbatches: int) -> Schedule:
     def block(rank: int) -> Block:
         return 2 * rank, 3 * ranks - 2 - rank, 3 * ranks + delay - 1 + 2 * rank, 6 * ranks + delay - 2 - rank
 
-    return repeated("v-half", block, ranks=ranks, microbatches=microbatches)
+    return repeat_block("v-half", block, ranks=ranks, microbatches=microbatches)

@@ -7,7 +7,7 @@ Drawn for P = 2, M = 4 (F, I and W are one cell each; rank 0 has stages 0 and 3)
 """
 
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.schedules.building_block import Block, repeated
+from pipeproof.pipeline.schedules.building_block import Block, repeat_block
 
 
 def v_min(*, ranks: int, microbatches: int) -> Schedule:
@@ -21,4 +21,4 @@ def v_min(*, ranks: int, microbatches: int) -> Schedule:
     def block(rank: int) -> Block:
         return rank, 2 * ranks - 1 - rank, 2 * ranks + delay + rank, 4 * ranks + delay - 1 - rank
 
-    return repeated("v-min", block, ranks=ranks, microbatches=microbatches)
+    return repeat_block("v-min", block, ranks=ranks, microbatches=microbatches)

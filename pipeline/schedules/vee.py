@@ -1,4 +1,4 @@
-"""What schedules over a V share: rank r holds stages r (chunk 0) and 2P-1-r (chunk 1), down the ranks and up again."""
+"""Common parts of schedules over a V: rank r holds stages r (chunk 0) and 2P-1-r (chunk 1), down and up again."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -7,14 +7,14 @@ from pipeproof.pipeline.action import Action, Kind
 
 
 def placement(ranks: int) -> tuple[int, ...]:
-    """The rank of each of the 2P stages."""
+    """Ranks of the 2P stages."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 class Row:
-    """One rank's list as it grows: ``run("F0 B1")`` appends chunk 0's next forward and chunk 1's next backward.
+    """A rank's growing list: ``run("F0 B1")`` appends chunk 0's next forward and chunk 1's next backward.
 
-    ``W`` is the weight gradient of the oldest input gradient that still waits for its own, ``W0`` that of chunk 0.
+    ``W``: the weight gradient for the oldest input gradient without one; ``W0``: the same in chunk 0.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -24,7 +24,7 @@ class Row:
         self._waiting: deque[tuple[int, int]] = deque()
 
     def run(self, steps: str, times: int = 1) -> None:
-        """Append ``steps`` so many times."""
+        """Append ``steps``, ``times`` times."""
         for step in steps.split() * times:
             self._append(step)
 
@@ -47,5 +47,5 @@ class Row:
 
 
 def below(limit: int, actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions of microbatches 0..limit-1."""
+    """Keep actions for microbatches 0..limit-1."""
     return (action for action in actions if action.microbatch < limit)

@@ -34,7 +34,7 @@ def zb_h1(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
 
 
 def put_off_weights(*, forwards: Work, backwards: Work, warm_up: int, lag: int) -> tuple[Action, ...]:
-    """``warm_up`` forwards (or all, if fewer), then F, I and the W of the I before the last ``lag`` ones, in turn."""
+    """``warm_up`` forwards (or all, if fewer), then in turn F, I, and the W for the I ``lag`` before."""
     warm_up = min(warm_up, len(forwards))
     ahead = [Action(stage, Kind.FORWARD, m) for stage, m in forwards]
     inputs = [Action(stage, Kind.BACKWARD_INPUT, m) for stage, m in backwards]

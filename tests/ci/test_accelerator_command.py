@@ -20,7 +20,7 @@ from accelerator_result import PartResult, Result, Row, failing, merged, section
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.validator import crashed
+from pipeproof.own.validator import crash_verdict
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
@@ -83,8 +83,8 @@ def test_a_row_that_goes_on_is_told_once() -> None:
         (Verdict("c", "pass", "bitwise", ()), "pass", False),
         (Verdict("c", "fail", "none", ()), "fail", True),
         (Verdict("c", "unknown", "none", ()), "unknown", False),
-        (replace(crashed(CASE, None), ended="hang"), "hang", True),
-        (replace(crashed(CASE, None), ended="error"), "error", True),
+        (replace(crash_verdict(CASE, None), ended="hang"), "hang", True),
+        (replace(crash_verdict(CASE, None), ended="error"), "error", True),
     ],
 )
 def test_a_right_case_may_be_undecided_and_may_not_fail(verdict: Verdict, word: str, wrong: bool) -> None:
@@ -231,10 +231,10 @@ def test_the_status_of_bad_input_is_that_of_the_command() -> None:
 
 
 def test_what_ranks_compute_with_is_set_there_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    monkeypatch.setattr(accelerator_parts.World, "run", lambda self, *job, **options: seen.append(job[1:]))
+    observed: list[object] = []
+    monkeypatch.setattr(accelerator_parts.World, "run", lambda self, *job, **options: observed.append(job[1:]))
     world = accelerator_parts._world("cpu")
     with accelerator_parts._set(world, Arithmetic(tf32=True)):
         world.run(len, ranks=1)
     world.run(len, ranks=1)
-    assert seen == [(Arithmetic(tf32=True), len), ()], "by themselves they compute as everywhere else"
+    assert observed == [(Arithmetic(tf32=True), len), ()], "by themselves they compute as everywhere else"

@@ -240,7 +240,7 @@ def test_the_load_of_others_is_without_the_ranks_and_counts_what_has_ended(tmp_p
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what processes use")
 def test_what_a_process_used_is_what_it_says_itself() -> None:
     own, began = Path("/proc/self"), time.process_time()
-    seen = bench_ranks._seconds_of(own)
+    observed = bench_ranks._seconds_of(own)
     while time.process_time() - began < 0.2:
         pass
-    assert bench_ranks._seconds_of(own) - seen == pytest.approx(time.process_time() - began, abs=0.05)
+    assert bench_ranks._seconds_of(own) - observed == pytest.approx(time.process_time() - began, abs=0.05)

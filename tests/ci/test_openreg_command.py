@@ -13,6 +13,7 @@ from tests.support.golden import golden
 from tests.support.sources import ROOT
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(find_spec("torch_openreg") is not None, reason="it is installed here")
 @pytest.mark.parametrize("python", [sys.executable, "no/such/python"], ids=["without", "none"])
 def test_a_python_without_it_is_refused_in_a_sentence(python: str) -> None:

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof import PipelineSchedule
-from pipeproof.whitebox import watch
+from pipeproof import PipelineSchedule, watch
 
 RANKS = 4
 REPLICAS = [0, 1, 0, 1]  # of each rank: the inner dimension of the mesh

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof import Composed, Contract, PipelineSchedule, check_step
+from pipeproof import Contract, PipelineSchedule, StageByStage, check_step
 
 
 def build() -> nn.Sequential:
@@ -19,9 +19,9 @@ optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
 schedule = PipelineSchedule(kind="1F1B", n_microbatches=4, stages=[stage], loss_fn=loss_fn, optimizer=optimizer)
 draw = torch.Generator().manual_seed(0)
 microbatches = [(torch.randn(8, 16, generator=draw), torch.zeros(8, 16)) for _ in range(4)]
-by = Composed(loss_fn, optimizer=optimizer, contract=Contract(max_norm=0.1))
+by = StageByStage(loss_fn, optimizer=optimizer, contract=Contract(max_norm=0.1))
 with check_step(stage, microbatches, against=by) as check:
-    result = schedule.wrapped(check.wrap).train_step(microbatches, max_norm=0.1)
+    result = schedule.wrap(check.wrap).train_step(microbatches, max_norm=0.1)
     check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
 if rank == 0:
     print(check.verdict)

@@ -21,7 +21,7 @@ draw = torch.Generator().manual_seed(0)
 microbatches = [(torch.randn(8, 16, generator=draw), torch.zeros(8, 16)) for _ in range(4)]
 for _ in range(3):
     with check_step(stage, microbatches, against=SingleDevice(build, loss_fn)) as check:
-        result = schedule.wrapped(check.wrap).train_step(microbatches, max_norm=0.1)
+        result = schedule.wrap(check.wrap).train_step(microbatches, max_norm=0.1)
         check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
     check.verdict.raise_if_failed()
 if dist.get_rank() == 0:

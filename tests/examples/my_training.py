@@ -5,7 +5,8 @@ import torch.distributed as dist
 from my_pipeline import OneFOneB
 from torch import Tensor, nn
 
-from pipeproof.whitebox import Operation, watch
+from pipeproof import watch
+from pipeproof.whitebox import Operation
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -112,6 +112,7 @@ def test_a_record_judges_the_update_too_and_no_step_from_other_weights(training:
     golden(later.splitlines()[0], numbers=False)
 
 
+@pytest.mark.sweep
 def test_a_record_names_what_its_sums_tell_and_no_more(training: dict[str, Ended]) -> None:
     for fault, words in (
         ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4 = the number of microbatches\n"),
@@ -122,6 +123,7 @@ def test_a_record_names_what_its_sums_tell_and_no_more(training: dict[str, Ended
         assert re.search(words, wrong), wrong
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", ["plain", "tied"])
 def test_replicas_and_copies_that_are_right_pass(replicated: dict[str, Ended], model: str) -> None:
     statuses, (verdict,) = replicated[model]
@@ -154,6 +156,7 @@ def test_replicas_and_copies_that_were_not_summed_are_named(
     assert re.search(words, verdict), verdict
 
 
+@pytest.mark.sweep
 def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, Ended]) -> None:
     for run, status, words in (
         ("plain record", 0, "PASS 68 comparisons"),

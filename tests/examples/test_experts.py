@@ -13,14 +13,15 @@ from my_experts import Experts, InHalves, build_model
 from my_pipeline import OneFOneB, loss_fn
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract, ContractError
+from pipeproof import Contract, StageByStage, StepResult, watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, step_verdict, watch
+from pipeproof.errors import ContractError
+from pipeproof.whitebox import WhiteBox, step_verdict
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.primitives.layers import Mixture
 from pipeproof.wings.primitives.stacked import loss_fn as decoder_loss
 from pipeproof.wings.primitives.stacked import microbatches as decoder_data
-from pipeproof.wings.primitives.stacked import reference_of, run, validated
+from pipeproof.wings.primitives.stacked import reference_of, run, validate_stack
 from pipeproof.wings.primitives.stacks import Stack
 from tests.support.golden import golden
 from tests.support.judgements import counting_judgements
@@ -106,7 +107,7 @@ def nothing(stage: nn.Sequential) -> None:
 def test_the_same_sums_are_equal_bit_for_bit(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(step, change=nothing))
     law = verdict.law("routing")
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     assert (law.checked, law.exact) == (16, 16)
     routed(verdict)
 
@@ -114,7 +115,7 @@ def test_the_same_sums_are_equal_bit_for_bit(whitebox: WhiteBox) -> None:
 def test_tokens_that_change_their_expert_by_rounding_are_counted(whitebox: WhiteBox) -> None:
     with counting_judgements() as operations:
         verdict = judged(whitebox)
-    assert (verdict.verdict, operations) == ("pass", [0]), verdict
+    assert (verdict.outcome, operations) == ("pass", [0]), verdict
     assert int(verdict.law("routing").note.partition(" ")[0]) > 0
     routed(verdict)
 
@@ -158,13 +159,14 @@ def built_of(kind: type[Experts]) -> nn.Sequential:
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", some([Groups, Capacity], left=[Capacity]))
 def test_routers_of_other_kinds_need_no_more(whitebox: WhiteBox, kind: type[Experts]) -> None:
     verdict = judged(whitebox, reference=partial(built_of, kind))
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     routed(verdict)
     wrong = judged(whitebox, partial(step, end=cleared), reference=partial(built_of, kind))
-    assert [one.kind for one in wrong.cause] == ["zero"], wrong
+    assert [one.kind for one in wrong.causes] == ["zero"], wrong
 
 
 def nearly_tied(stack: Stack) -> nn.Module:
@@ -179,14 +181,14 @@ def nearly_tied(stack: Stack) -> nn.Module:
 def test_experts_on_several_ranks_that_drop_tokens(whitebox: WhiteBox) -> None:
     stack = Stack({"ep": 2}, ("ep",))
 
-    def spread(model: nn.Module, given: list[Any]) -> HandedBack:
+    def spread(model: nn.Module, given: list[Any]) -> StepResult:
         for module in model.modules():
             if isinstance(module, Mixture):
                 module.router.__class__ = InHalves
         return run(model, given, stack=stack)  # type: ignore[arg-type]
 
-    verdict = validated(stack, whitebox, step=spread, reference=partial(nearly_tied, stack))
-    assert verdict.verdict == "fail", "or nothing is shown below"
+    verdict = validate_stack(stack, whitebox, step=spread, reference=partial(nearly_tied, stack))
+    assert verdict.outcome == "fail", "or nothing is shown below"
     verdict = whitebox.validate(
         spread,
         reference=partial(nearly_tied, stack),
@@ -195,7 +197,7 @@ def test_experts_on_several_ranks_that_drop_tokens(whitebox: WhiteBox) -> None:
         loss_fn=decoder_loss,
         contract=Contract(routers="mixture"),
     )
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     routed(verdict)
 
 
@@ -212,17 +214,13 @@ def cleared(stage: nn.Sequential) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [
-        ({"end": scaled}, "scale"),
-        pytest.param({"end": cleared}, "zero", marks=SWEEP),
-        ({"change": permuted}, ""),
-    ],
+    [({"end": scaled}, "scale"), pytest.param({"end": cleared}, "zero", marks=SWEEP), ({"change": permuted}, "")],
 )
 def test_a_fault_beside_tokens_that_change_is_found(whitebox: WhiteBox, fault: dict[str, Change], kind: str) -> None:
     verdict = judged(whitebox, partial(step, **fault))
-    assert verdict.verdict == "fail", verdict
+    assert verdict.outcome == "fail", verdict
     routed(verdict)
-    assert [one.kind for one in verdict.cause] == [kind] * bool(kind), verdict
+    assert [one.kind for one in verdict.causes] == [kind] * bool(kind), verdict
 
 
 @pytest.mark.parametrize(
@@ -239,18 +237,18 @@ def test_tokens_that_go_to_wrong_experts_are_named(
     whitebox: WhiteBox, scores: Callable[[Experts, Tensor], Tensor], told: str
 ) -> None:
     verdict = judged(whitebox, partial(step, change=partial(chosen_by, scores)), reference=build_apart)
-    assert (verdict.verdict, verdict.cause, len(verdict.undecided)) == ("fail", (), 1), verdict
+    assert (verdict.outcome, verdict.causes, len(verdict.undecided)) == ("fail", (), 1), verdict
     found = {(one.rank, one.stage, one.router) for one in verdict.mismatches if one.law == "routing"}
     assert found == {(1, 1, "3.moe")}, "and what was computed with these is not what the scores say"
     routed(verdict)
     first = verdict.mismatches[0]
     assert (first.error or 0.0) > (first.limit or 0.0) > 0.0
-    assert " for token " in first.seen
+    assert " for token " in first.observed_text
     assert told in verdict.details, verdict
 
 
 def by_sorting(stage: nn.Sequential) -> None:
-    """Chooses experts by sorting, which is not seen; what is seen to be chosen is used for nothing."""
+    """Chooses experts by sorting, which is not observed; what is observed to be chosen is used for nothing."""
     for layer in stage:
         moe = layer.moe
 
@@ -273,19 +271,21 @@ def build_wide() -> nn.Sequential:
     return model
 
 
+@pytest.mark.sweep
 def test_choices_that_nothing_was_computed_with_decide_nothing(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(step, change=by_sorting), reference=build_wide)
-    assert (verdict.verdict, verdict.law("routing").outcome) == ("pass", "pass"), verdict
+    assert (verdict.outcome, verdict.law("routing").outcome) == ("pass", "pass"), verdict
     routed(verdict)
 
 
+@pytest.mark.sweep
 def test_only_an_explanation_plays_the_step_once_more(whitebox: WhiteBox) -> None:
     change = partial(chosen_by, lambda moe, x: moe.gate(x).softmax(-1) + torch.tensor([0.0, 0.05, 0.0, 0.0]))
     with mock.patch.object(step_verdict, "_is_right", return_value=False), counting_judgements() as operations:
         verdict = judged(whitebox, partial(step, change=change), reference=build_apart)
-    assert (verdict.verdict, operations) == ("fail", [0])
+    assert (verdict.outcome, operations) == ("fail", [0])
     assert verdict.law("routing").outcome == verdict.law("gradient").outcome == "fail"
-    assert verdict.mismatches[0].law == "routing" or verdict.cause, verdict
+    assert verdict.mismatches[0].law == "routing" or verdict.causes, verdict
 
 
 def shifted(at: int, change: Change, stage: nn.Sequential) -> None:
@@ -294,20 +294,23 @@ def shifted(at: int, change: Change, stage: nn.Sequential) -> None:
         stage[0].forward = lambda x: type(stage[0]).forward(stage[0], x) + 0.05
 
 
+@pytest.mark.sweep
 def test_what_another_fault_makes_of_routes_is_no_cause(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(step, change=partial(shifted, 0, nothing)), reference=build_apart)
     assert verdict.law("routing").outcome == "fail"
-    assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("computation", 0, 0)], verdict
+    assert [(one.kind, one.rank, one.stage) for one in verdict.causes] == [("computation", 0, 0)], verdict
 
 
+@pytest.mark.sweep
 def test_a_stage_whose_tokens_changed_by_rounding_is_not_to_blame_for_a_later_one(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(step, change=partial(shifted, 1, in_halves)), reference=build_apart)
     assert verdict.law("routing").outcome == "fail"
     assert {one.stage for one in verdict.mismatches if one.law == "routing"} == {1}
-    assert not verdict.cause, "bits of its input differ, so that nobody says"
+    assert not verdict.causes, "bits of its input differ, so that nobody says"
     golden("\n".join(verdict.undecided), numbers=False)
 
 
+@pytest.mark.sweep
 def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:
     def whole(model: nn.Sequential, microbatches: list[Any], *, change: Change) -> tuple[nn.Module, list[float]]:
         change(model)
@@ -315,14 +318,10 @@ def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:
         (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
         return model, [loss.item() for loss in losses]
 
-    assert judged(whitebox, partial(whole, change=in_halves), ranks={"tp": 2}).verdict == "pass"
-    verdict = judged(
-        whitebox,
-        partial(whole, change=lambda model: in_halves(model) if dist.get_rank() else None),
-        ranks={"tp": 2},
-    )
-    found = [one for one in verdict.mismatches if one.law == "routing"]
-    assert {(one.rank, one.beside, one.seen) for one in found} == {(1, 0, "other experts")}, verdict
+    assert judged(whitebox, partial(whole, change=in_halves), ranks={"tp": 2}).outcome == "pass"
+    of_one = partial(whole, change=lambda model: in_halves(model) if dist.get_rank() else None)
+    found = [m for m in judged(whitebox, of_one, ranks={"tp": 2}).mismatches if m.law == "routing"]
+    assert {(one.rank, one.beside, one.observed_text) for one in found} == {(1, 0, "other experts")}
 
 
 def build_some() -> nn.Sequential:
@@ -351,11 +350,11 @@ def in_parts(model: nn.Sequential, microbatches: list[Any]) -> tuple[nn.Module, 
 @pytest.mark.parametrize("ranks", some([{"tp": 1}, {"sp": 2}], left=[{"tp": 1}]))
 def test_tokens_may_be_in_another_order_and_in_parts(whitebox: WhiteBox, ranks: dict[str, int]) -> None:
     verdict = judged(whitebox, in_parts, ranks=ranks, reference=build_some)
-    assert (verdict.verdict, verdict.law("routing").checked) == ("pass", 16), verdict
+    assert (verdict.outcome, verdict.law("routing").checked) == ("pass", 16), verdict
     routed(verdict)
 
 
-def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[HandedBack]:
+def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[StepResult]:
     in_halves(model)
     optimizer = sgd(model)
     for operation, microbatches in operations:
@@ -365,35 +364,37 @@ def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -
             optimizer.zero_grad()
             (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
             optimizer.step()
-        yield HandedBack(model, [loss.item() for loss in losses])
+        yield StepResult(model, [loss.item() for loss in losses])
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_each_operation_has_its_own_routes(whitebox: WhiteBox) -> None:
+def test_each_operation_has_its_own_routes(whitebox_here: WhiteBox) -> None:
     declared = Contract(routers="moe", operations=["train", "eval"])
-    verdict = judged(whitebox, trained, ranks=1, contract=declared, optimizer=sgd)
-    assert (verdict.verdict, verdict.law("routing").checked) == ("pass", 16), verdict
+    verdict = judged(whitebox_here, trained, ranks=1, contract=declared, optimizer=sgd)
+    assert (verdict.outcome, verdict.law("routing").checked) == ("pass", 16), verdict
     routed(verdict)
 
 
+@pytest.mark.sweep
 def test_held_against_itself_a_step_routes_as_it_did(whitebox: WhiteBox) -> None:
     def built(model: None, microbatches: list[Any]) -> tuple[nn.Module, list[Tensor]]:
         return step(build_model(), microbatches)
 
-    verdict = judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None, contract=Contract())
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    verdict = judged(whitebox, built, reference=StageByStage(loss_fn), loss_fn=None, contract=Contract())
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     with pytest.raises(ContractError, match="routers of the contract is not read where a step is held against itself"):
-        judged(whitebox, built, reference=Composed(loss_fn), loss_fn=None)
+        judged(whitebox, built, reference=StageByStage(loss_fn), loss_fn=None)
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
     with pytest.raises(WhiteBoxError, match=r"no module of the reference build_model is called 'router'; it has 0, "):
         judged(whitebox, contract=Contract(routers="router"))
     verdict = judged(whitebox, partial(step, change=nothing), contract=Contract(routers="gate"))
-    assert verdict.law("routing").outcome == "not seen"
+    assert verdict.law("routing").outcome == "not observed"
     routed(verdict)
     twice = partial(step, change=lambda stage: [stage[0].moe(torch.zeros(16, 16)) for _ in range(2)])
     routed(judged(whitebox, twice))

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.collectives import Gather, Reduce, own_part, summed_over
-from pipeproof.wings.primitives.stacked import step_of, validated
-from pipeproof.wings.primitives.stacks import Stack, alone
+from pipeproof.wings.primitives.collectives import Gather, Reduce, own_part, sum_over
+from pipeproof.wings.primitives.stacked import step_of, validate_stack
+from pipeproof.wings.primitives.stacks import Stack, smallest_stack
 from tests.support.planted_step import Step, planted
 from tests.support.primitives import is_caught
 from tests.support.sweeps import some
@@ -26,17 +26,17 @@ STACKS = {
     "pp, recompute": Stack({"pp": 2}, ("recompute",), dropout=0.2),
     "reentrant": Stack({}, ("recompute-reentrant",), dropout=0.2),
     "selective": Stack({}, ("recompute-selective",), dropout=0.2),
-    "attention": Stack.parse(alone("recompute-attention")),
-    "tp": Stack.parse(alone("tp-by-hand")),
+    "attention": Stack.parse(smallest_stack("recompute-attention")),
+    "tp": Stack.parse(smallest_stack("tp-by-hand")),
     "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp-by-hand",)),
-    "sp": Stack.parse(alone("sp-by-hand")),
-    "zigzag": Stack.parse(alone("cp-zigzag")),
-    "ring": Stack.parse(alone("ring")),
+    "sp": Stack.parse(smallest_stack("sp-by-hand")),
+    "zigzag": Stack.parse(smallest_stack("cp-zigzag")),
+    "ring": Stack.parse(smallest_stack("ring")),
     "ring of 4": Stack({"cp": 4}, ("ring",)),
-    "ring, zigzag": Stack.parse(alone("ring-zigzag")),
+    "ring, zigzag": Stack.parse(smallest_stack("ring-zigzag")),
     "ddp": Stack.parse("ddp=2"),
     "pp, ddp": Stack({"pp": 2, "dp": 2}, ("ddp",)),
-    "ddp-every": Stack.parse(alone("ddp-every")),
+    "ddp-every": Stack.parse(smallest_stack("ddp-every")),
 }
 
 
@@ -69,7 +69,7 @@ def not_summed(right: Step) -> Step:
 class SummedBothWays(Reduce):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return summed_over(gradients[0].clone(), None), None
+        return sum_over(gradients[0].clone(), None), None
 
 
 def summed_both_ways(right: Step) -> Step:
@@ -178,33 +178,35 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     "kept in a buffer": ("recompute", "recompute.again", overwritten, "", "the backward first goes wrong at 2.fe"),
     "values detached": ("attention", "recompute.again", last_detached, "missing", "also: 1.attention.values.weight"),
     "f does not sum": (
-        "tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: ranks 0, 1 each",
+        "tp", "tensor_by_hand.copy_in", not_summed, "not-reduced", "3.norm.weight: ranks 0, 1 each",
     ),
     "f does not sum, in a pipeline": (
-        "pp, tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: ranks 2, 3 each",
+        "pp, tp", "tensor_by_hand.copy_in", not_summed, "not-reduced", "3.norm.weight: ranks 2, 3 each",
     ),
-    "g sums both ways": ("tp", "tensor_by_hand.summed", summed_both_ways, "", "wrong at 2.feedforward.down.weight (st"),
+    "g sums both ways": ("tp", "tensor_by_hand.sum_out", summed_both_ways, "", "wrong at 2.feedforward.down.weight (s"),
     "bias on each rank": ("tp", "tensor_by_hand.with_bias", on_each_rank, "computation", "every loss is wrong"),
-    "tokens of others": ("tp", "tensor_by_hand.within", all_at_home, "computation", "every loss is wrong"),
+    "tokens of others": ("tp", "tensor_by_hand.local_index", all_at_home, "computation", "every loss is wrong"),
     "largest logit of its own": ("tp", "tensor_by_hand.largest", own_largest, "computation", "every loss is wrong"),
     "norms in parts": (
-        "sp", "tensor_by_hand.reduced", left_out("norm.weight", "norm.bias"), "not-reduced", "1.attention_norm.weight",
+        "sp", "tensor_by_hand.reduce_gradient", left_out("norm.weight", "norm.bias"), "not-reduced",
+        "1.attention_norm.weight",
     ),
     "biases in parts": (
-        "sp", "tensor_by_hand.reduced", left_out("down.bias", "output.bias"), "not-reduced", "2.feedforward.down.bias",
+        "sp", "tensor_by_hand.reduce_gradient", left_out("down.bias", "output.bias"), "not-reduced",
+        "2.feedforward.down.bias",
     ),
-    "gathered one way": ("sp", "tensor_by_hand.gathered", gathered_one_way, "", "3.norm.bias (stage 0)"),
+    "gathered one way": ("sp", "tensor_by_hand.gather", gathered_one_way, "", "3.norm.bias (stage 0)"),
     "mask of other places": ("zigzag", "context.visible", mask_of_places, "computation", "every loss is wrong"),
     "torch's, by an early import": (
-        "zigzag", "context.attended_to_all", partial(of_torch, early=True), "computation", "every loss is wrong",
+        "zigzag", "context.attend_to_all", partial(of_torch, early=True), "computation", "every loss is wrong",
     ),
-    "blocks not weighted": ("ring", "ring.merged", not_weighted, "computation", "every loss is wrong"),
+    "blocks not weighted": ("ring", "ring.merge", not_weighted, "computation", "every loss is wrong"),
     "mask left out": (
         "ring, zigzag", "ring.visible", lambda right: lambda at, every: at[:, None] > every - 99, "computation", "loss",
     ),
-    "gradients of the last": ("ring", "ring.added", of_last_rank, "", "first goes wrong at 2.attention"),
-    "gradients stay": ("ring", "ring.passed_on", gradients_stay, "", "first goes wrong at 2.attention.values"),
-    "gradients stay, of 4": ("ring of 4", "ring.passed_on", gradients_stay, "", "2.attention.values.weight (stage 0)"),
+    "gradients of the last": ("ring", "ring.add", of_last_rank, "", "first goes wrong at 2.attention"),
+    "gradients stay": ("ring", "ring.pass_on", gradients_stay, "", "first goes wrong at 2.attention.values"),
+    "gradients stay, of 4": ("ring of 4", "ring.pass_on", gradients_stay, "", "2.attention.values.weight (stage 0)"),
 }  # fmt: skip
 
 
@@ -213,14 +215,15 @@ UNEVEN: Mapping[str, Fault] = {  # of three microbatches
     "own number, in a pipeline": (
         "pp, ddp", "stacked.divisor_of", of_own_number, "unequal-weights", "everywhere: replicas count alike, though",
     ),
-    "joined": ("ddp-every", "stacked.accumulated", joined, "not-reduced", "rank 1 lacks microbatch 2"),
+    "joined": ("ddp-every", "stacked.accumulate", joined, "not-reduced", "rank 1 lacks microbatch 2"),
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", some(UNEVEN, left=["own number, in a pipeline"]))
 def test_a_bug_where_shares_are_unequal_is_caught(whitebox: WhiteBox, name: str) -> None:
     kind, at, change, cause, told = UNEVEN[name]
-    verdict = validated(
+    verdict = validate_stack(
         replace(STACKS[kind], microbatches=3), whitebox, step=planted(step_of(STACKS[kind]), at, change)
     )
     assert is_caught(verdict, cause, told), verdict
@@ -247,26 +250,29 @@ SIMILAR = (  # to others
 @pytest.mark.parametrize("name", some(FAULTS, left=SIMILAR))
 def test_a_bug_in_a_primitive_is_caught(whitebox: WhiteBox, name: str) -> None:
     kind, at, change, cause, told = FAULTS[name]
-    verdict = validated(STACKS[kind], whitebox, step=planted(step_of(STACKS[kind]), at, change))
+    verdict = validate_stack(STACKS[kind], whitebox, step=planted(step_of(STACKS[kind]), at, change))
     assert is_caught(verdict, cause, told), verdict
 
 
+@pytest.mark.sweep
 def test_ddp_that_is_not_told_that_parameters_may_be_unused_is_caught(whitebox: WhiteBox) -> None:
     """It waits for their gradients, never reduces any, and says nothing."""
-    verdict = validated(Stack({"dp": 2}, ("ddp",), blocks="optional"), whitebox)
+    verdict = validate_stack(Stack({"dp": 2}, ("ddp",), blocks="optional"), whitebox)
     assert is_caught(verdict, "not-reduced", "lacks microbatches"), verdict
 
 
+@pytest.mark.sweep
 def test_torchs_own_context_parallelism_has_no_attention_for_a_cpu(whitebox: WhiteBox) -> None:
     """Once it has, it should be among the primitives."""
     stack = STACKS["zigzag"]  # which is the order that it has, too
-    verdict = validated(stack, whitebox, step=planted(step_of(stack), "context.attended_to_all", of_torch))
-    assert verdict.verdict == "unknown", verdict
+    verdict = validate_stack(stack, whitebox, step=planted(step_of(stack), "context.attend_to_all", of_torch))
+    assert verdict.outcome == "unknown", verdict
     assert "flash_attention_for_cpu.default does not have a sharding strategy" in verdict.details, verdict
 
 
+@pytest.mark.sweep
 def test_a_block_that_is_computed_again_in_another_mode_is_refused_by_torch(whitebox: WhiteBox) -> None:
-    verdict = validated(
+    verdict = validate_stack(
         STACKS["recompute"], whitebox, step=planted(step_of(STACKS["recompute"]), "recompute.again", in_eval)
     )
     assert (verdict.word, verdict.laws) == ("error", ()), verdict

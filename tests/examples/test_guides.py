@@ -129,7 +129,7 @@ def on_two_machines(python: Launch, folder: Path, words: list[str]) -> Ended:
 
 
 def relevant(output: str, folder: Path) -> str:
-    """``output`` without torchrun's own warnings, and with files as seen from ``folder``."""
+    """``output`` without torchrun's own warnings, and with files as observed from ``folder``."""
     lines = output.replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "").splitlines()
     return "\n".join(line for line in lines if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line)).strip()
 
@@ -142,22 +142,22 @@ def test_a_page_can_be_followed(page: str, run: Callable[[str], tuple[int, str]]
         if "--svg" in command or "--png" in command:
             pytest.importorskip("matplotlib")  # the extra "plot"
         status, printed = run(command)
-        seen = printed.strip()
-        wrong = re.search(r"(?m)^(FAIL|DIFFERENT) |breaks \d+ law", seen)
-        assert status == int(wrong is not None), seen
+        observed = printed.strip()
+        wrong = re.search(r"(?m)^(FAIL|DIFFERENT) |breaks \d+ law", observed)
+        assert status == int(wrong is not None), observed
         if output:
-            agree_or_rewrite(page, seen, output, after=f"$ {command}\n")
-        losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", seen)]
+            agree_or_rewrite(page, observed, output, after=f"$ {command}\n")
+        losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", observed)]
         assert losses[-1:] <= losses[:1], "training lowers the loss"
 
 
-def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
+def agree_or_rewrite(page: str, observed: str, output: str, *, after: str) -> None:
     """Compare what was printed with what ``page`` shows, behind ``after``."""
     if REWRITE:
         path = ROOT / page
-        path.write_text(path.read_text().replace(f"{after}{output}\n", f"{after}{seen}\n"))
+        path.write_text(path.read_text().replace(f"{after}{output}\n", f"{after}{observed}\n"))
         return
-    assert same(seen, output), f"now it prints:\n{seen}"
+    assert same(observed, output), f"now it prints:\n{observed}"
 
 
 TESTS = sorted({block.file for block in blocks("python") if "\ndef test_" in block.text})  # of all pages

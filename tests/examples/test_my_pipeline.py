@@ -1,7 +1,7 @@
 import torch
 from my_pipeline import OneFOneB, build_model, loss_fn  # your own code
 
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import watch
 
 
 def my_step(model: torch.nn.Sequential, microbatches: list) -> tuple:
@@ -9,7 +9,7 @@ def my_step(model: torch.nn.Sequential, microbatches: list) -> tuple:
     return stage, OneFOneB(stage, microbatches).step()
 
 
-def test_my_pipeline(whitebox: WhiteBox) -> None:
+def test_my_pipeline(whitebox) -> None:
     torch.manual_seed(0)
     data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(4)]
     whitebox.validate(my_step, reference=build_model, microbatches=data, ranks=2, loss_fn=loss_fn).raise_if_failed()

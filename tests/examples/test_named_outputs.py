@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Contract
+from pipeproof import Contract, StepResult, watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, pairs
 
@@ -65,11 +65,11 @@ def outputs(output: Any, target: Tensor) -> Mapping[str, Tensor]:
 Fault = Callable[[str, list[Any]], list[Any]]
 
 
-def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, made: made) -> HandedBack:
+def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, made: made) -> StepResult:
     """A microbatch at a time: the experts on rank 0, which tells rank 1 their auxiliary loss, the rest on rank 1."""
     first, count = dist.get_rank() == 0, len(microbatches)
     stage, losses = watch(model.first if first else model.last), []
-    seen: dict[str, list[Any]] = {"aux_loss": [], "routing": []} if first else {"logits": []}
+    observed: dict[str, list[Any]] = {"aux_loss": [], "routing": []} if first else {"logits": []}
     for x, target in microbatches:
         if first:
             made, balance, counts = stage(x)
@@ -79,8 +79,8 @@ def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, mad
             gradient = torch.empty_like(y)
             dist.recv(gradient, 1)
             torch.autograd.backward([y, AUX * balance / count], [gradient, torch.ones(())])
-            seen["aux_loss"].append(balance.item())
-            seen["routing"].append(counts)
+            observed["aux_loss"].append(balance.item())
+            observed["routing"].append(counts)
         else:
             x, balance = torch.empty_like(x), torch.empty(())
             dist.recv(x, 0)
@@ -90,8 +90,8 @@ def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, mad
             (loss / count).backward()
             dist.send(x.grad, 0)
             losses.append((loss + AUX * balance).item())
-            seen["logits"].append(logits)
-    return HandedBack(stage, losses, outputs={name: fault(name, made) for name, made in seen.items()})
+            observed["logits"].append(logits)
+    return StepResult(stage, losses, outputs={name: fault(name, made) for name, made in observed.items()})
 
 
 def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
@@ -101,7 +101,7 @@ def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
 
 def test_all_that_is_put_out_is_compared(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     law = verdict.law("outputs")
     assert (law.outcome, law.checked, law.exact) == ("pass", 12, 8), "the auxiliary losses are numbers of a wider type"
 
@@ -152,42 +152,44 @@ def test_what_is_wrong_is_named(
     verdict = judged(whitebox, partial(step, fault=partial(changed, of=of, change=change)))
     first = verdict.mismatches[0]
     assert {(one.rank, one.output) for one in verdict.mismatches} == {(rank, of)}
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert (first.law, first.rank, first.microbatch, first.output) == ("outputs", rank, microbatch, of), verdict
     assert f"output {of}" in verdict.details
-    assert [one.kind for one in verdict.cause] == ["report"] * named, verdict
-    golden("\n".join([*(one.detail for one in verdict.cause), *verdict.undecided]), numbers=False)
+    assert [one.kind for one in verdict.causes] == ["report"] * named, verdict
+    golden("\n".join([*(one.detail for one in verdict.causes), *verdict.undecided]), numbers=False)
 
 
+@pytest.mark.sweep
 def test_what_nobody_hands_back_is_said_and_not_required(whitebox: WhiteBox) -> None:
     def without(*names: str) -> Any:
-        def fewer(model: Any, microbatches: list[Any]) -> HandedBack:
+        def fewer(model: Any, microbatches: list[Any]) -> StepResult:
             made = step(model, microbatches)
             kept = {name: one for name, one in made.outputs.items() if name not in names}
-            return HandedBack(made.modules, made.losses, outputs=kept)
+            return StepResult(made.modules, made.losses, outputs=kept)
 
         return fewer
 
     verdict = judged(whitebox, without("aux_loss"))
-    assert (verdict.verdict, verdict.law("outputs").left_out) == ("pass", ())
+    assert (verdict.outcome, verdict.law("outputs").left_out) == ("pass", ())
     golden(verdict.law("outputs").note)
     verdict = judged(whitebox, without("aux_loss", "logits", "routing"))
-    assert (verdict.verdict, verdict.law("outputs").outcome) == ("pass", "not seen")
+    assert (verdict.outcome, verdict.law("outputs").outcome) == ("pass", "not observed")
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_compared_is_said(whitebox: WhiteBox) -> None:
     other = judged(whitebox, contract=Contract(outputs=lambda output, target: {"score": output[0]}))
     without = judged(whitebox, contract=Contract())
     listed = judged(whitebox, contract=Contract(outputs=lambda output, target: [output[0]]))
     number = judged(whitebox, partial(step, fault=lambda name, made: 3))  # type: ignore[arg-type,return-value]
     for verdict in (other, without, listed, number):
-        assert verdict.verdict == "unknown"
+        assert verdict.outcome == "unknown"
         golden(re.sub(r"rank \d|'logits'|'aux_loss'", "#", verdict.details.splitlines()[0]))
 
 
 def evaluating(
     model: Model, operations: Iterator[tuple[str, list[Any]]], *, late: bool = False
-) -> Iterator[HandedBack]:
+) -> Iterator[StepResult]:
     """On one rank; ``late``: an evaluation hands back what the training before it put out."""
     optimizer, made = sgd(model), list[Any]()
     for operation, microbatches in operations:
@@ -201,8 +203,8 @@ def evaluating(
             made.append((output, loss.item()))
         if operation == "train":
             optimizer.step()
-        seen = before if late and operation == "eval" else made
-        yield HandedBack(model, [loss for _, loss in made], outputs={"logits": [output[0] for output, _ in seen]})
+        observed = before if late and operation == "eval" else made
+        yield StepResult(model, [loss for _, loss in made], outputs={"logits": [output[0] for output, _ in observed]})
         optimizer.zero_grad()
 
 
@@ -214,6 +216,6 @@ def test_outputs_of_an_evaluation_are_compared_too(whitebox: WhiteBox) -> None:
     declared = Contract(outputs=outputs, operations=["train", "eval"])
     several = {"ranks": 1, "contract": declared, "optimizer": sgd}
     verdict = judged(whitebox, evaluating, **several)
-    assert (verdict.verdict, verdict.law("outputs").checked) == ("pass", 4), verdict
+    assert (verdict.outcome, verdict.law("outputs").checked) == ("pass", 4), verdict
     first = judged(whitebox, partial(evaluating, late=True), **several).mismatches[0]
     assert (first.law, first.operation, first.doing, first.output) == ("outputs", 2, "eval", "logits")

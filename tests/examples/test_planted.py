@@ -9,7 +9,7 @@ import pytest
 from planted import FAULTS, Planted
 from test_whitebox_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn, zero_bubble
 
-from pipeproof import Composed, Contract
+from pipeproof import Contract, StageByStage
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
@@ -38,7 +38,7 @@ def alone(model: None, microbatches: list[Any], *, step: Planted) -> Any:
 
 
 def held_against_itself(whitebox: WhiteBox, fault: Planted) -> Verdict:
-    by, names = Composed(loss_fn, build=build_model), NAMES.get(fault.runtime.__name__)
+    by, names = StageByStage(loss_fn, build=build_model), NAMES.get(fault.runtime.__name__)
     step = partial(alone, step=fault)
     return whitebox.validate(step, reference=by, microbatches=data(), ranks=RANKS, contract=Contract(names=names))
 
@@ -47,16 +47,16 @@ def located(fault: Planted, found: Cause) -> bool:
     """Whether ``found`` says all of the place that ``fault`` asks for."""
     asked = (fault.rank, fault.stage, fault.microbatches)
     said = (found.rank, found.stage, found.microbatches)
-    return all(wanted in (None, (), seen) for wanted, seen in zip(asked, said, strict=True))
+    return all(wanted in (None, (), observed) for wanted, observed in zip(asked, said, strict=True))
 
 
 def outcome(fault: Planted, verdict: Verdict) -> str:
     """How well the first cause names ``fault``."""
-    if verdict.verdict != "fail":
+    if verdict.outcome != "fail":
         return "missed"
-    if not verdict.cause:
+    if not verdict.causes:
         return "unknown"
-    found = verdict.cause[0]
+    found = verdict.causes[0]
     if found.kind not in (fault.kind, *fault.alike):
         return "wrong"
     return "located" if located(fault, found) else "named"
@@ -98,7 +98,7 @@ def test_the_measure_can_fail() -> None:
     cause = Cause("scale", rank=1)
 
     def of(*causes: Cause) -> str:
-        return outcome(fault, Verdict("", "fail", "none", (), cause=causes))
+        return outcome(fault, Verdict("", "fail", "none", (), causes=causes))
 
     assert [of(cause), of(Cause("sign")), of(Cause("dropped"), cause), of()] == ["located", "named", "wrong", "unknown"]
     assert outcome(fault, Verdict("", "pass", "none", ())) == "missed"

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.primitives.layers import Layers
-from pipeproof.wings.primitives.stacked import PARTS, reference_of, step_of, validated
-from pipeproof.wings.primitives.stacks import Stack, alone
+from pipeproof.wings.primitives.stacked import PARTS, reference_of, step_of, validate_stack
+from pipeproof.wings.primitives.stacks import Stack, smallest_stack
 from tests.support.planted_step import Step, planted
 from tests.support.primitives import SEEDS, all_held
 from tests.support.sweeps import SWEEP, sampled, some
 
 STACKS = {
-    **{name: Stack.parse(alone(name)) for name in PARTS},
+    **{name: Stack.parse(smallest_stack(name)) for name in PARTS},
     "pp, ddp": Stack({"pp": 2, "dp": 2}, ("ddp",)),
     "pp, zero-1": Stack({"pp": 2, "dp": 2}, ("zero-1",)),
     "pp, zero-3": Stack({"pp": 2, "fsdp": 2}, ("zero-3",)),
@@ -65,8 +65,8 @@ SHOWN = ("pp, tp", "pp, ddp, tp", "pp, zero-1", "pp, ep", "recompute-reentrant, 
 @pytest.mark.parametrize("kind", some(RUN, left=[*MORE, *SHOWN]))
 def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = RUN[kind]
-    verdict = validated(replace(stack, seed=seed), whitebox)
-    assert verdict.verdict == "pass", verdict
+    verdict = validate_stack(replace(stack, seed=seed), whitebox)
+    assert verdict.outcome == "pass", verdict
     assert all_held(verdict, stack)
 
 
@@ -79,12 +79,13 @@ UNUSED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", some(UNUSED, left=["pp, spare"]))
 def test_what_some_microbatches_or_none_of_them_use_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = UNUSED[kind]
-    verdict = validated(replace(stack, seed=seed), whitebox)
-    assert verdict.verdict == "pass", verdict
+    verdict = validate_stack(replace(stack, seed=seed), whitebox)
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("presence").checked == len(list(reference_of(stack)().parameters()))
     assert 0 < verdict.law("gradient").checked < verdict.law("presence").checked
 
@@ -98,12 +99,13 @@ UNEVEN = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", sampled(UNEVEN, 2))
 def test_replicas_may_have_unequal_shares(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack, count = UNEVEN[kind]
-    verdict = validated(replace(stack, seed=seed, microbatches=count), whitebox)
-    assert verdict.verdict == "pass", verdict
+    verdict = validate_stack(replace(stack, seed=seed, microbatches=count), whitebox)
+    assert verdict.outcome == "pass", verdict
     assert all_held(verdict, stack)
 
 
@@ -116,16 +118,17 @@ def with_equal_biases() -> nn.Module:
     return model
 
 
+@pytest.mark.sweep
 def test_modules_of_the_steps_own_are_told_by_what_they_hold(whitebox: WhiteBox) -> None:
     """Both ranks call their experts 0 and 1."""
     right = step_of(STACKS["ep"])
-    verdict = validated(
+    verdict = validate_stack(
         STACKS["ep"],
         whitebox,
         step=lambda model, given: right(copy.deepcopy(model), given),
         reference=with_equal_biases,
     )
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     assert all_held(verdict, STACKS["ep"], with_equal_biases)
 
 
@@ -201,21 +204,21 @@ def mean_for_sum(right: Step) -> Step:
 
 Fault = tuple[str, str, Callable[[Step], Step]]
 FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is around the step
-    "router not reduced": ("ep", "experts.reduced", skipped("router.weight")),
+    "router not reduced": ("ep", "experts.reduce_gradient", skipped("router.weight")),
     "experts times ranks": ("ep", "", experts_times_ranks),
-    "experts in another order": ("ep", "experts.computed", reversed_experts),
-    "parts not reduced": ("cp", "context.reduced", skipped("")),
-    "mean of parts": ("cp", "context.reduced", averaged),
+    "experts in another order": ("ep", "experts.compute", reversed_experts),
+    "parts not reduced": ("cp", "context.reduce_gradient", skipped("")),
+    "mean of parts": ("cp", "context.reduce_gradient", averaged),
     "a rank's gradient for that of all": (
         "cp",
-        "collectives.summed_over",
+        "collectives.sum_over",
         lambda right: lambda gradient, group: gradient,
     ),
     "mask of the first part": ("cp", "context.visible", lambda right: lambda at, every: right(at - at[0], every)),
-    "torch's gather": ("cp", "context.gathered", of_torch),
+    "torch's gather": ("cp", "context.gather", of_torch),
     "bias on each": ("tp", "", bias_on_each),
     "mean for sum": ("tp", "", mean_for_sum),
-    "one not reduced": ("pp, ddp, tp", "data_parallel.reduced", skipped("0.positions.weight", ranks=(0, 2))),
+    "one not reduced": ("pp, ddp, tp", "data_parallel.reduce_gradient", skipped("0.positions.weight", ranks=(0, 2))),
 }
 
 
@@ -243,9 +246,9 @@ COSTLY = ("experts times ranks", "experts in another order", "mean of parts", "t
 def test_a_bug_is_caught(whitebox: WhiteBox, fault: str, cause: str, rank: int, told: str) -> None:
     kind, at, change = FAULTS[fault]
     right = step_of(STACKS[kind])
-    verdict = validated(STACKS[kind], whitebox, step=planted(right, at, change) if at else change(right))
-    assert verdict.verdict == "fail"
-    assert {one.kind for one in verdict.cause} == ({cause} if cause else set()), verdict
+    verdict = validate_stack(STACKS[kind], whitebox, step=planted(right, at, change) if at else change(right))
+    assert verdict.outcome == "fail"
+    assert {one.kind for one in verdict.causes} == ({cause} if cause else set()), verdict
     assert verdict.mismatches[0].rank == rank, verdict
     assert told in verdict.details.partition("  replay")[0], (
         verdict

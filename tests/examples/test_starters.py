@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.init import STARTERS, needed, text, write_new
+from pipeproof.commands.init import STARTERS, requirements, text, write_new
 from pipeproof.core.cause import KINDS
 from tests.support.guides import PAGES
 from tests.support.warm_start import Ended
 
-ALONE = [kind for kind in STARTERS if not needed(kind)]  # those of frameworks run by ci/frameworks
-FRAMEWORKS = [kind for kind in STARTERS if needed(kind)]
+ALONE = [kind for kind in STARTERS if not requirements(kind)]  # those of frameworks run by ci/frameworks
+FRAMEWORKS = [kind for kind in STARTERS if requirements(kind)]
 Launch = Callable[..., Ended]
 
 
@@ -31,6 +31,7 @@ def test_every_new_file_passes_as_it_is_and_finds_what_is_wrong(python: Launch, 
     assert f"FAIL everywhere: {KINDS['scale']}" in done.stdout
 
 
+@pytest.mark.sweep
 def test_a_framework_that_is_missing_is_one_sentence_with_the_line_that_installs_it(
     python: Launch, tmp_path: Path
 ) -> None:
@@ -41,11 +42,11 @@ def test_a_framework_that_is_missing_is_one_sentence_with_the_line_that_installs
     assert f"{len(FRAMEWORKS)} errors" in done.stdout, done.stdout
     assert "ModuleNotFoundError" not in done.stdout
     for kind in FRAMEWORKS:
-        install = needed(kind).removeprefix(f"It needs {kind}: ")
+        install = requirements(kind).removeprefix(f"It needs {kind}: ")
         assert re.search(rf"Error: {kind}[-\w]* is not installed: {re.escape(install)}\n", done.stdout), kind
 
 
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_a_guide_installs_what_the_file_needs(kind: str) -> None:
     lines = re.findall(r"(?m)^\$ (pip install .*)$", PAGES[f"validation/guides/{kind}.md"])
-    assert needed(kind) == f"It needs {kind}: {' && '.join(lines)}"
+    assert requirements(kind) == f"It needs {kind}: {' && '.join(lines)}"

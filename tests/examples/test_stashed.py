@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.sweeps import each_once
 
@@ -55,10 +56,11 @@ def test_every_fault_of_the_runtime_is_tried() -> None:
     assert {*PLANTED, "targets-turned"} == set(stashed.FAULTS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
 def test_as_it_is_the_runtime_passes(whitebox: WhiteBox, watched: bool) -> None:
     verdict = judged(whitebox, "", watched=watched)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
 @pytest.mark.parametrize(*each_once(fault=PLANTED, watched=[True, False]))
@@ -67,39 +69,43 @@ def test_right_tensors_that_were_paired_wrongly_are_no_wrong_message(
 ) -> None:
     kinds, unwatched, microbatches = PLANTED[fault]
     verdict = judged(whitebox, fault, watched=watched)
-    explanations = (verdict.cause, *verdict.alternatives)
+    explanations = (verdict.causes, *verdict.alternatives)
     assert [[cause.kind for cause in one] for one in explanations] == [
         [k] for k in (kinds if watched else (unwatched,))
     ]
-    cause = verdict.cause[0]
+    cause = verdict.causes[0]
     assert (cause.rank, cause.stage, cause.microbatches) == (1, 1, microbatches), str(verdict)
-    assert verdict.mismatches[0].stage in (1, None), "where it was seen is where it happened"
+    assert verdict.mismatches[0].stage in (1, None), "where it was observed is where it happened"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
 def test_targets_that_were_exchanged_are_a_matter_of_the_data(whitebox: WhiteBox, watched: bool) -> None:
     verdict = judged(whitebox, "targets-turned", watched=watched)
-    assert [(cause.kind, cause.microbatches) for cause in verdict.cause] == [("swapped-data", (1, 2))]
+    assert [(cause.kind, cause.microbatches) for cause in verdict.causes] == [("swapped-data", (1, 2))]
     assert not verdict.alternatives
 
 
+@pytest.mark.sweep
 def test_both_orders_are_told(whitebox: WhiteBox) -> None:
-    golden(judged(whitebox, "last-in-first-out", watched=True).cause[0].detail)
+    golden(judged(whitebox, "last-in-first-out", watched=True).causes[0].detail)
 
 
+@pytest.mark.sweep
 def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, "gradients-turned", watched=False)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.cells is not None
     assert [str(cell) for cell in verdict.cells.rows[1]] == ["1", "2's", "3's", "1's", "1"]
     assert [str(cell) for cell in verdict.cells.rows[0]] == ["1", "1*", "1*", "1*", "1"]
     assert all(cell.right for cell in verdict.cells.rows[2])
 
 
+@pytest.mark.sweep
 def test_nothing_is_ruled_out_that_was_not_compared(whitebox: WhiteBox) -> None:
     for watched in (True, False):
         verdict = judged(whitebox, "unpopped-gradient", watched=watched)
-        assert verdict.verdict == "fail"
+        assert verdict.outcome == "fail"
         cleared = {kind for one in verdict.ruled_out for kind in one.kinds}
         assert not cleared & {"wrong-message", "mispaired", "swapped-gradients", "swapped-activations"}
         assert ("order" in cleared) == watched, "only who looked knows what ran"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 from pipeproof.worlds.worker import RankContext
@@ -67,6 +68,7 @@ def refuse(context: RankContext, words: tuple[str, ...]) -> tuple[str, object]:
     return said.getvalue(), 0
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_is_said_once(world: World) -> None:
     (said, status), silent = world.run(refuse, ("--schedule", "nope"), ranks=2)
     assert status == 2
@@ -76,6 +78,7 @@ def test_what_cannot_be_is_said_once(world: World) -> None:
     golden(said)
 
 
+@pytest.mark.sweep
 def test_a_difference_is_told_by_its_step_its_rank_and_what_it_is_in(world: World) -> None:
     told, statuses = zip(*world.run(train, (*SHAPE, "--steps", "5"), True, ranks=2), strict=True)
     assert statuses == (1, 1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof import Contract
+from pipeproof import Contract, StepResult
 from pipeproof.core.observe.initial_weights import step_begins
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, pairs
@@ -49,7 +49,7 @@ def sharing(model: nn.Module, microbatches: Any, *, fault: Callable[[nn.Module],
     losses = trained(model, DistributedDataParallel(model), microbatches)
     ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE).step()
     fault(model)
-    return HandedBack(model, losses)
+    return StepResult(model, losses)
 
 
 def in_shards(model: nn.Module, microbatches: Any) -> Any:
@@ -57,7 +57,7 @@ def in_shards(model: nn.Module, microbatches: Any) -> Any:
         fully_shard(layer)
     losses = trained(model, model, microbatches)
     adam(model).step()
-    return HandedBack(model, losses)
+    return StepResult(model, losses)
 
 
 def alone(model: nn.Module, microbatches: Any, *, rate: float = RATE, steps: int = 1) -> Any:
@@ -65,7 +65,7 @@ def alone(model: nn.Module, microbatches: Any, *, rate: float = RATE, steps: int
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for _ in range(steps):
         optimizer.step()
-    return HandedBack(model, losses)
+    return StepResult(model, losses)
 
 
 def clipping(model: nn.Module, microbatches: Any, *, times: int = 1, kind: Any = torch.optim.AdamW) -> Any:
@@ -76,7 +76,7 @@ def clipping(model: nn.Module, microbatches: Any, *, times: int = 1, kind: Any =
     for _ in range(times):
         nn.utils.clip_grads_with_norm_(model.parameters(), BOUND, norm)
     kind(model.parameters(), lr=RATE).step()
-    return HandedBack(model, losses, gradients=gradients, max_norm=BOUND)
+    return StepResult(model, losses, gradients=gradients, max_norm=BOUND)
 
 
 def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, optimizer: Any = adam) -> Verdict:
@@ -88,27 +88,28 @@ def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, optimizer: Any = adam)
 @pytest.mark.parametrize(("step", "ranks"), [(alone, 1), (sharing, {"dp": 2}), (in_shards, {"fsdp": 2})])
 def test_a_right_update_passes(whitebox: WhiteBox, step: Any, ranks: Any) -> None:
     verdict = judged(whitebox, step, ranks)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("updated-parameters").checked >= 4
 
 
-def test_without_an_optimizer_no_law_is_about_it(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, alone, optimizer=None)
-    assert verdict.verdict == "pass"
+def test_without_an_optimizer_no_law_is_about_it(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, alone, optimizer=None)
+    assert verdict.outcome == "pass"
     assert "updated-parameters" not in {law.name for law in verdict.laws}
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 2 * RATE}, {"steps": 2}, {"steps": 0}])
-def test_another_update_fails(whitebox: WhiteBox, wrong: dict[str, Any]) -> None:
+def test_another_update_fails(whitebox_here: WhiteBox, wrong: dict[str, Any]) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         return alone(model, microbatches, **wrong)
 
-    verdict = judged(whitebox, step)
-    assert verdict.verdict == "fail"
+    verdict = judged(whitebox_here, step)
+    assert verdict.outcome == "fail"
     assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
-    assert [one.kind for one in verdict.cause] == ["update"]
+    assert [one.kind for one in verdict.causes] == ["update"]
 
 
+@pytest.mark.sweep
 def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox) -> None:
     def kept(model: nn.Module) -> None:
         if dist.get_rank() == 1:
@@ -118,10 +119,10 @@ def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox
         return sharing(model, microbatches, fault=kept)
 
     verdict = judged(whitebox, step, {"dp": 2})
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     (first,) = verdict.mismatches
     assert (first.law, first.rank, first.parameter) == ("updated-parameters", 1, "0.bias")
-    golden(verdict.details, lines="^  (where|seen|expected) ")
+    golden(verdict.details, lines="^  (where|observed|expected) ")
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -142,36 +143,36 @@ def test_of_replicas_that_are_apart_the_one_that_did_not_move_is_named(
 
     wanted: dict[str, Any] = {"reference": build, "microbatches": pairs(4), "ranks": {"dp": 2}, "loss_fn": loss_fn}
     optimizer = adam if told else None
-    (cause,) = whitebox.validate(through, optimizer=optimizer, contract=Contract(operations=["train"]), **wanted).cause
+    (cause,) = whitebox.validate(through, optimizer=optimizer, contract=Contract(operations=["train"]), **wanted).causes
     assert cause.kind == "update"
     assert cause.rank == (None if times else at)
     assert cause.ranks == ((0, 1) if times and not told else ())
 
 
-def test_what_nobody_hands_back_is_not_passed(whitebox: WhiteBox) -> None:
+def test_what_nobody_hands_back_is_not_passed(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         handed = alone(model, microbatches)
         gradients: dict[str, Tensor | None] = {name: one.grad for name, one in model.named_parameters()}
-        return HandedBack(gradients, handed.losses)
+        return StepResult(gradients, handed.losses)
 
-    verdict = judged(whitebox, step)
+    verdict = judged(whitebox_here, step)
     assert verdict.law("updated-parameters").outcome != "pass"
-    assert verdict.verdict != "fail"
+    assert verdict.outcome != "fail"
     golden(verdict.law("updated-parameters").note)
 
 
-def test_an_optimizer_that_cannot_be_made_is_said(whitebox: WhiteBox) -> None:
+def test_an_optimizer_that_cannot_be_made_is_said(whitebox_here: WhiteBox) -> None:
     def broken(model: nn.Module) -> torch.optim.Optimizer:
         raise RuntimeError("no such optimizer")
 
-    golden(judged(whitebox, alone, optimizer=broken).details.splitlines()[0])
+    golden(judged(whitebox_here, alone, optimizer=broken).details.splitlines()[0])
     with pytest.raises(WhiteBoxError, match="expected a function that makes one of the model"):
-        judged(whitebox, alone, optimizer=adam(build()))
+        judged(whitebox_here, alone, optimizer=adam(build()))
 
 
 @pytest.mark.parametrize(("rate", "named"), [(RATE, False), (2 * RATE, True)])
 def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
-    whitebox: WhiteBox, rate: float, named: bool
+    whitebox_here: WhiteBox, rate: float, named: bool
 ) -> None:
     """A wrong update is no proof that gradients were there."""
 
@@ -180,56 +181,58 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
         model.zero_grad()
         return handed
 
-    verdict = judged(whitebox, step)
-    assert verdict.verdict == "fail"
-    assert bool(verdict.cause) is named
-    golden("\n".join([*(one.detail for one in verdict.cause), *verdict.undecided]), numbers=False)
+    verdict = judged(whitebox_here, step)
+    assert verdict.outcome == "fail"
+    assert bool(verdict.causes) is named
+    golden("\n".join([*(one.detail for one in verdict.causes), *verdict.undecided]), numbers=False)
 
 
-def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox: WhiteBox) -> None:
+def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         return replace(clipping(model, microbatches, kind=torch.optim.SGD), gradients=None)
 
-    verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
-    assert verdict.verdict == "fail"
-    assert not verdict.cause, verdict
+    verdict = judged(whitebox_here, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+    assert verdict.outcome == "fail"
+    assert not verdict.causes, verdict
     golden("\n".join(verdict.undecided), numbers=False)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_right_update_of_clipped_gradients_passes(whitebox: WhiteBox, kind: Any) -> None:
-    verdict = judged(whitebox, partial(clipping, kind=kind), optimizer=lambda model: kind(model.parameters(), lr=RATE))
-    assert verdict.verdict == "pass", verdict
+def test_a_right_update_of_clipped_gradients_passes(whitebox_here: WhiteBox, kind: Any) -> None:
+    verdict = judged(
+        whitebox_here, partial(clipping, kind=kind), optimizer=lambda model: kind(model.parameters(), lr=RATE)
+    )
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("updated-parameters").checked == 4
 
 
-def test_gradients_that_were_not_clipped_or_clipped_otherwise_are_told(whitebox: WhiteBox) -> None:
+def test_gradients_that_were_not_clipped_or_clipped_otherwise_are_told(whitebox_here: WhiteBox) -> None:
     def unclipped(model: nn.Module, microbatches: Any) -> Any:
         losses = trained(model, model, microbatches)
         torch.optim.SGD(model.parameters(), lr=RATE).step()
-        return HandedBack(model, losses, max_norm=BOUND)
+        return StepResult(model, losses, max_norm=BOUND)
 
     for step, told in ((unclipped, "not clipped"), (partial(clipping, times=2, kind=torch.optim.SGD), "clipped twice")):
-        verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+        verdict = judged(whitebox_here, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
         assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
-        assert [one.kind for one in verdict.cause] == ["clip"], verdict
-        assert told in verdict.cause[0].detail
+        assert [one.kind for one in verdict.causes] == ["clip"], verdict
+        assert told in verdict.causes[0].detail
 
 
-def test_updates_of_copies_in_a_wider_type_are_not_compared_and_that_is_said(whitebox: WhiteBox) -> None:
+def test_updates_of_copies_in_a_wider_type_are_not_compared_and_that_is_said(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         return replace(alone(model, microbatches, rate=2 * RATE), masters=True)
 
-    verdict = judged(whitebox, step)
-    assert verdict.verdict == "pass", verdict
+    verdict = judged(whitebox_here, step)
+    assert verdict.outcome == "pass", verdict
     law = verdict.law("updated-parameters")
-    assert law.outcome == "not seen"
+    assert law.outcome == "not observed"
     golden(law.note)
 
 
-@pytest.mark.parametrize(("momentum", "outcome"), [(0.0, "pass"), (0.9, "not seen")])
+@pytest.mark.parametrize(("momentum", "outcome"), [(0.0, "pass"), (0.9, "not observed")])
 def test_an_optimizer_that_stepped_before_the_step_that_is_judged_is_not_compared(
-    whitebox: WhiteBox, momentum: float, outcome: str
+    whitebox_here: WhiteBox, momentum: float, outcome: str
 ) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
@@ -242,17 +245,18 @@ def test_an_optimizer_that_stepped_before_the_step_that_is_judged_is_not_compare
         step_begins()
         losses = trained(model, model, microbatches)
         optimizer.step()
-        return HandedBack(model, losses)
+        return StepResult(model, losses)
 
     def fresh(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
 
-    verdict = judged(whitebox, step, optimizer=fresh)
-    assert verdict.verdict == "pass", verdict
+    verdict = judged(whitebox_here, step, optimizer=fresh)
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("initial-weights").outcome == "pass"
     assert verdict.law("updated-parameters").outcome == outcome
 
 
+@pytest.mark.sweep
 def test_a_bound_of_clipping_that_is_no_number_is_said(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
         return replace(alone(model, microbatches), max_norm="1.0")

@@ -15,8 +15,9 @@ import torch_pipelining
 import weight_grad_store
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 
 RANKS, WIDTH, COUNT = 4, 16, 8
@@ -88,7 +89,7 @@ def judged(whitebox: WhiteBox, step: Step) -> Verdict:
 @each
 def test_a_runtime_as_it_is_passes_bit_for_bit_under_every_law(whitebox: WhiteBox, step: Step) -> None:
     verdict = judged(whitebox, step)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     for law in ("initial-weights", "microbatches", "boundaries", "loss", "gradient"):
         assert verdict.law(law).outcome == "pass"
         assert verdict.law(law).checked > 0
@@ -98,7 +99,7 @@ def test_a_runtime_as_it_is_passes_bit_for_bit_under_every_law(whitebox: WhiteBo
 def test_a_planted_bug_is_caught_and_told(whitebox: WhiteBox, step: Step) -> None:
     fault, law, rank, stage, said = RUNTIMES[step]
     verdict = judged(whitebox, partial(step, fault=fault))
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     first = verdict.mismatches[0]
     assert (first.law, first.rank, first.stage) == (law, rank, stage), str(verdict)
     assert re.search(said, str(first)), str(verdict)
@@ -126,22 +127,25 @@ def unwatched(model: nn.Sequential, microbatches: list[Any], fault: str = "") ->
     return chunks, losses
 
 
+@pytest.mark.sweep
 def test_what_a_rank_took_for_its_other_chunk_is_a_wrong_pair_first(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(interleaved, fault="other-chunk"))
     assert [[cause.kind for cause in causes] for causes in verdict.alternatives] == [["wrong-message"]], str(verdict)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("mispaired", 1, 5, (2,))
     golden(cause.detail)
 
 
+@pytest.mark.sweep
 def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(unwatched, fault="other-chunk"))
-    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+    assert (verdict.outcome, verdict.causes) == ("fail", ()), str(verdict)
     assert verdict.mismatches[0].stage == 5
 
 
+@pytest.mark.sweep
 def test_what_happened_at_several_stages_is_told_of_all(whitebox: WhiteBox) -> None:
-    cause = judged(whitebox, partial(hand_written, fault="one-buffer")).cause[0]
+    cause = judged(whitebox, partial(hand_written, fault="one-buffer")).causes[0]
     assert (cause.kind, cause.stages) == ("overwritten", (1, 2)), (
         "all but the first, which receives nothing, and the last"
     )

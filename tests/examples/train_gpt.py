@@ -19,7 +19,7 @@ from torch import nn
 from pipeproof.core.limits import FP32
 from pipeproof.core.tolerance import error, scalar_error
 from pipeproof.own.stages import Slice, layers_of, owners, tied_across
-from pipeproof.pipeline import PipelineSchedule, Schedule, StepResult
+from pipeproof.pipeline import PipelineSchedule, Schedule, ScheduleResult
 from pipeproof.pipeline.gather import gather
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.schedule import ScheduleError
@@ -60,10 +60,10 @@ def batches_of(options: argparse.Namespace) -> Iterator[list[Batch]]:
         yield microbatches("gpt", count=options.microbatches, shapes=shapes, seed=options.seed * 10_000 + step)
 
 
-def errors(slices: dict[int, nn.Module], result: StepResult, expected: Expected) -> Iterator[tuple[str, float]]:
+def errors(slices: dict[int, nn.Module], result: ScheduleResult, expected: Expected) -> Iterator[tuple[str, float]]:
     """What this rank has of a step and its relative error, in the order of computing; 0.0 is equal bit for bit."""
-    for m, (seen, wanted) in enumerate(zip(result.losses, expected.losses, strict=True)):
-        yield f"the loss of microbatch {m}", scalar_error(seen, wanted)
+    for m, (observed, wanted) in enumerate(zip(result.losses, expected.losses, strict=True)):
+        yield f"the loss of microbatch {m}", scalar_error(observed, wanted)
     yield "the gradient norm", scalar_error(result.grad_norm or 0.0, expected.norm or 0.0)
     for stage, module in slices.items():
         for name, parameter in module.named_parameters():
@@ -81,7 +81,7 @@ class Check:
     step: float = math.inf  # the first that differs
     story: str = ""
 
-    def compare(self, step: int, batches: list[Batch], result: StepResult) -> None:
+    def compare(self, step: int, batches: list[Batch], result: ScheduleResult) -> None:
         """Hold one training step against the single device's."""
         expected = self.reference.perform("train", batches, orders=self.orders)
         for what, size in errors(self.slices, result, expected):

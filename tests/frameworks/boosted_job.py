@@ -51,8 +51,8 @@ def job_of(layout: Layout, fault: str = "", microbatches: int = 0, batches: int 
         )
 
 
-def itself(layout: Layout) -> pipeproof.Composed:
-    return pipeproof.Composed(build=partial(tiny_colossal.build, layout) if layout.tied else None)
+def itself(layout: Layout) -> pipeproof.StageByStage:
+    return pipeproof.StageByStage(build=partial(tiny_colossal.build, layout) if layout.tied else None)
 
 
 def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any:
@@ -64,7 +64,7 @@ def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any
 def without_names(_: RankContext, layout: Layout) -> Verdict:
     """The verdict on a step that is held against itself, where nothing tells by which names weights are shared."""
     with job_of(layout) as job:
-        with check_of(job.made, job.data, layout, reference=pipeproof.Composed()) as check:
+        with check_of(job.made, job.data, layout, reference=pipeproof.StageByStage()) as check:
             job.train(job.data)
         return check.verdict  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ class Whole(nn.Module):
         return self._model[0](words, labels)
 
 
-def due(layout: Layout) -> Record:
+def expected(layout: Layout) -> Record:
     """The record of the same step on one device."""
     model = Whole(layout).to(layout.dtype)
     every = tiny_colossal.data_of(layout.microbatches * layout.dp)

@@ -12,7 +12,7 @@ from colossalai.pipeline.schedule.one_f_one_b import OneForwardOneBackwardSchedu
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import Tensor, nn
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 from tests.frameworks import tiny_colossal
 from tests.frameworks.fault import Fault
 from tests.frameworks.tiny_colossal import Layout
@@ -173,7 +173,10 @@ def other_shard(stack: ExitStack) -> None:
 
 
 FIRST, LAST, EVERY = "rank 0, stage 0", "rank 1, stage 1", "microbatches 0, 1, 2, 3"
-SHARD = f"{FIRST}, parameter model.blocks.0.norm.bias"
+SHARDS = tuple(  # each rank has the part of another
+    f"rank {rank}, stage {rank % 2}, parameter model.{name}"
+    for rank, name in ((0, "words.weight"), (2, "words.weight"), (1, "blocks.5.norm.weight"), (3, "blocks.5.norm.bias"))
+)
 EACH_STAGE = ("stage 0", "stage 1")
 TIED = ("parameter model.words.weight",)
 FAULTS = {
@@ -194,11 +197,11 @@ FAULTS = {
     ),
     "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("everywhere",)),
     "copies-counted": Fault(copies_counted, Layout(tied=True), "norm"),
-    "other-shard": Fault(other_shard, Layout(bf16=True, zero=1, dp=2, tied=True), "misplaced", (SHARD,)),
+    "other-shard": Fault(other_shard, Layout(bf16=True, zero=1, dp=2, tied=True), "misplaced", SHARDS),
 }
 
 
-def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_colossal``, wrong."""
     with ExitStack() as stack:
         FAULTS[fault].plant(stack)

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 from tests.frameworks.engines import tiny_pipe
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.fault import Fault, patched
@@ -71,11 +71,11 @@ def other_stream(stack: ExitStack) -> None:
 
 def other_buffer(stack: ExitStack) -> None:
     """The first stage's last two backwards take each other's buffer."""
-    seen: list[int] = []
+    observed: list[int] = []
 
     def backward(right: Instruction, engine: PipelineEngine, buffer_id: int) -> None:
-        seen.append(buffer_id)
-        last_two = engine.is_first_stage() and len(seen) > engine.micro_batches - 2
+        observed.append(buffer_id)
+        last_two = engine.is_first_stage() and len(observed) > engine.micro_batches - 2
         right(engine, 1 - buffer_id if last_two else buffer_id)
 
     executed(stack, schedule.BackwardPass, backward)
@@ -97,13 +97,13 @@ def stale_buffer(stack: ExitStack) -> None:
 
 def stale_gradient(stack: ExitStack) -> None:
     """The first stage runs a backward with the gradient that came for the one before."""
-    seen: list[int] = []
+    observed: list[int] = []
 
     def received(right: Instruction, engine: PipelineEngine, buffer_id: int) -> None:
         before = None if engine.grad_layer is None else engine.grad_layer.clone()
         right(engine, buffer_id)
-        seen.append(buffer_id)
-        if len(seen) == 2:
+        observed.append(buffer_id)
+        if len(observed) == 2:
             engine.grad_layer.copy_(before)
 
     executed(stack, schedule.RecvGrad, received)
@@ -158,6 +158,7 @@ def as_it_is(stack: ExitStack) -> None:
 
 FIRST = "rank 0, stage 0"
 EACH_STAGE = ("stage 0", "stage 1")
+SHARDS = ("stage 0, parameter 1.down.weight", "stage 1, parameter 4.up.weight")
 TIED = ("parameter tied_modules.words.weight",)
 FAULTS = {
     "not-divided": Fault(not_divided, Layout(), "scale"),
@@ -165,19 +166,19 @@ FAULTS = {
     "tied-not-reduced": Fault(partial(left_out, schedule.ReduceTiedGrads), Layout(tied=True), "tied-not-summed", TIED),
     "not-reduced": Fault(partial(left_out, schedule.ReduceGrads), Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(other_stream, Layout(), "swapped-data", ("microbatches 0, 1, 2, 3",)),
-    "other-buffer": Fault(other_buffer, Layout(), "mispaired", (f"{FIRST}, microbatches 2, 3, action 0B2",)),
+    "other-buffer": Fault(other_buffer, Layout(), "mispaired", (f"{FIRST}, microbatches 2, 3, action 0B3",)),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
     "stale-gradient": Fault(stale_gradient, Layout(), "mispaired", (f"{FIRST}, microbatch 1, action 0B1",)),
     "copies-counted": Fault(copies_counted, Layout(tied=True, zero=1), "norm"),
     "norm-of-one-stage": Fault(norm_of_one_stage, Layout(zero=1), "norm", ("everywhere",)),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
-    "other-shard": Fault(other_shard, Layout(dp=2, zero=1), "not-reduced", EACH_STAGE),
+    "other-shard": Fault(other_shard, Layout(dp=2, zero=1), "not-reduced", SHARDS),
     "not-cleared": Fault(not_cleared, Layout(bf16=True), "doubled", ("microbatches 0, 1, 2",)),
     "clipped-by-one-stage": Fault(as_it_is, Layout(clipped=True), "norm", ("rank 0",)),
 }
 
 
-def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_pipe``, wrong."""
     with ExitStack() as stack:
         FAULTS[fault].plant(stack)

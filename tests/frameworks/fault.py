@@ -29,7 +29,7 @@ def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) 
 
 def named(verdict: Verdict) -> tuple[str, list[tuple[str, str]]]:
     """The outcome, and all causes with their places, the likeliest first."""
-    return verdict.verdict, [(cause.kind, cause.place) for cause in verdict.cause]
+    return verdict.outcome, [(cause.kind, cause.place) for cause in verdict.causes]
 
 
 def passed(verdict: Verdict) -> set[str]:

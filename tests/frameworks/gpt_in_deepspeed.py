@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pipeproof
 from pipeproof.wings.adapters.deepspeed import as_launched
 from pipeproof.wings.adapters.megatron import Megatron
-from pipeproof.wings.adapters.megatron_whole import alone
+from pipeproof.wings.adapters.megatron_whole import pretend_alone
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import gpt_job
 from tests.frameworks.engines import tiny_gpt
@@ -63,7 +63,7 @@ def data() -> list[tuple[Tensor, ...]]:
 def whole() -> Any:
     """The GPTModel on one rank, as a reference holds it."""
     made: Any = nn.Module()
-    with alone():
+    with pretend_alone():
         made.model = tiny_gpt.provided(Layout(pp=1))
     torch.manual_seed(2)
     with torch.no_grad():  # as after some steps: names are told by weights, and norms all begin with ones
@@ -78,9 +78,9 @@ def in_megatron(_: RankContext, path: str) -> str:
         chunks, optimizer = job.made
         own = Megatron(chunks)
         own.load(own.step(), (), whole())
-        with pipeproof.megatron.record_step(chunks, optimizer, [one[:2] for one in data()], path) as seen:
+        with pipeproof.megatron.record_step(chunks, optimizer, [one[:2] for one in data()], path) as observed:
             job.train(data())
-        return seen.problem
+        return observed.problem
 
 
 def in_deepspeed(_: RankContext, path: str, factor: float) -> str:
@@ -94,14 +94,14 @@ def in_deepspeed(_: RankContext, path: str, factor: float) -> str:
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},  # Megatron's job has no optimizer either
         "pipeline": {"use_reentrant": False},
     }
-    with as_launched("cpu"), alone():
+    with as_launched("cpu"), pretend_alone():
         deepspeed.init_distributed()
         model = PipelineModule(layers, num_stages=2, loss_fn=partial(scaled, factor), partition_method="uniform")
         engine, *_rest = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
         pairs = [one[:2] for one in data()]
-        with pipeproof.deepspeed.record_step(engine, pairs, path) as seen:
+        with pipeproof.deepspeed.record_step(engine, pairs, path) as observed:
             engine.train_batch(iter(pairs))
-    return seen.problem
+    return observed.problem
 
 
 def scaled(factor: float, logits: Tensor, labels: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def _check(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: L
         optimizer,
         tiny_gpt.forward_of(layout),
         microbatches,
-        reference=pipeproof.Composed() if by_itself else partial(tiny_gpt.provided, layout.whole),
+        reference=pipeproof.StageByStage() if by_itself else partial(tiny_gpt.provided, layout.whole),
         timeout_s=60.0,
     )
 
@@ -101,7 +101,7 @@ def drew_by_the_tracker(_: RankContext, layout: Layout) -> tuple[Verdict, list[s
             tracked.append(tracker.get_states()["model-parallel-rng"])
     dist.barrier()
     other = [] if torch.equal(*tracked) else ["the tracker's state"]
-    return checked.verdict, [*differences(*found), *other]
+    return checked.outcome, [*differences(*found), *other]
 
 
 def not_cleared(_: RankContext, layout: Layout) -> Verdict:

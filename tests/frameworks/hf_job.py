@@ -195,21 +195,21 @@ def recorded(_: RankContext, job: Job, path: str, fault: str) -> str:
             _, plant, more = FAULTS[fault]
             plant(stack)
         trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
-        with transformers.record_step(trainer, path, step=job.checked, timeout_s=60.0) as seen:
+        with transformers.record_step(trainer, path, step=job.checked, timeout_s=60.0) as observed:
             trainer.train()
-        return seen.problem
+        return observed.problem
 
 
 def recorded_late(_: RankContext, job: Job, path: str) -> str:
     """Why a step that the trainer does not come to is not recorded."""
     with launched(job) as folder:
         trainer = trainer_of(job, folder)
-        with transformers.record_step(trainer, path, step=9, timeout_s=60.0) as seen:
+        with transformers.record_step(trainer, path, step=9, timeout_s=60.0) as observed:
             trainer.train()
-        return seen.problem
+        return observed.problem
 
 
-def due(_: RankContext, job: Job, path: str) -> None:
+def expected(_: RankContext, job: Job, path: str) -> None:
     """Write the record of the first step on one device, of the batches that a trainer of one process draws."""
     with launched(job) as folder:
         trainer = trainer_of(job, folder)

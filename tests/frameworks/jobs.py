@@ -72,9 +72,9 @@ def recorded(_: RankContext, opened: Opened, layout: Any, path: str, fault: str 
     """Record a step that has a fault, or none; why that cannot be."""
     with opened(layout, fault) as job:
         assert job.record is not None, "this job's steps are recorded"
-        with job.record(path) as seen:
+        with job.record(path) as observed:
             job.train(job.data)
-        return seen.problem  # type: ignore[no-any-return]
+        return observed.problem  # type: ignore[no-any-return]
 
 
 def ended_early(_: RankContext, opened: Opened, layout: Any) -> tuple[str, str, bool]:
@@ -107,7 +107,7 @@ def assert_right(
 ) -> None:
     """A right step passes to that ``tier``, these laws hold, and the job is as without a check."""
     for verdict, harmed in world.run(checked_and_unchecked, opened, layout, by_itself, ranks=ranks_of(layout)):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         assert tier in (None, verdict.tier), str(verdict)
         assert passed(verdict) >= laws, str(verdict)
         assert harmed == []
@@ -119,8 +119,8 @@ def assert_named(
     """A step with a fault fails with these causes, or where one is given, with that one first."""
     for verdict in world.run(checked, opened, layout, fault, by_itself, ranks=ranks_of(layout)):
         outcome, found = named(verdict)
-        due, found = (causes, found) if isinstance(causes, list) else ([causes], found[:1])
-        assert (outcome, found) == ("fail", due), str(verdict)
+        expected, found = (causes, found) if isinstance(causes, list) else ([causes], found[:1])
+        assert (outcome, found) == ("fail", expected), str(verdict)
 
 
 def assert_its_own(world: World, opened: Opened, layout: Any) -> None:
@@ -133,19 +133,19 @@ def assert_its_own(world: World, opened: Opened, layout: Any) -> None:
 def assert_other_data_is_said(world: World, opened: Opened, layout: Any) -> None:
     """A step of other data than was given is no wrong step."""
     for verdict in world.run(drew, opened, layout, "others", ranks=ranks_of(layout)):
-        assert verdict.verdict == "unknown", str(verdict)
+        assert verdict.outcome == "unknown", str(verdict)
         assert "the job drew data that is in none of the microbatches given to the check" in verdict.details
 
 
 def assert_any_order_passes(world: World, opened: Opened, layout: Any) -> None:
     """The order in which a job draws what was given is its own."""
     for verdict in world.run(drew, opened, layout, "reversed", ranks=ranks_of(layout)):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         assert "loss" in passed(verdict)
 
 
-def compared(world: World, opened: Opened, layout: Any, folder: Path, due: Record, fault: str = "") -> Verdict:
+def compared(world: World, opened: Opened, layout: Any, folder: Path, expected: Record, fault: str = "") -> Verdict:
     """A recorded step of a job beside what one device gives."""
     path, ranks = str(folder / "step.safetensors"), ranks_of(layout)
     assert world.run(recorded, opened, layout, path, fault, ranks=ranks) == [""] * ranks
-    return compare(due, read(path))
+    return compare(expected, read(path))

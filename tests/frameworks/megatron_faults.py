@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 from pipeproof.wings.adapters.megatron_whole import bare
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
@@ -235,6 +235,10 @@ def as_it_is(stack: ExitStack) -> None:
 
 
 EACH_STAGE = ("stage 0", "stage 1")
+SHARDS = tuple(
+    f"stage {stage}, parameter model.decoder.layers.{name}.weight"
+    for stage, name in enumerate(("0.mlp.linear_fc2", "3.self_attention.linear_proj"))
+)
 FAULTS = {
     "not-divided": Fault(partial(divided_by, lambda count: 1), Layout(), "scale"),
     "divided-twice": Fault(partial(divided_by, lambda count: count * count), Layout(), "scale"),
@@ -254,9 +258,12 @@ FAULTS = {
     "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm", ("everywhere",)),
     "not-cleared": Fault(not_cleared, Layout(), "extra-term"),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
-    "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", EACH_STAGE),
-    "tokens-of-one-replica": Fault(  # one cause for each replica: each divides by another number
-        tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale", ("ranks 0, 2", "ranks 1, 3")
+    "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", SHARDS),
+    "tokens-of-one-replica": Fault(  # one cause for each rank: those of a replica divide by another number
+        tokens_of_one_replica,
+        Layout(dp=2, three=True, per_token=True),
+        "scale",
+        ("rank 0, stage 0", "rank 1, stage 0", "rank 2, stage 1", "rank 3, stage 1"),
     ),
     "crossed-messages": Fault(
         as_it_is,
@@ -277,7 +284,7 @@ FAULTS |= {
 PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"shard-zeroed": shard_zeroed}  # of no known cause
 
 
-def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> HandedBack:
+def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_gpt``, wrong."""
     with ExitStack() as stack:
         FAULTS[fault].plant(stack)

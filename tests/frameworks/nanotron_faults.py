@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof import nanotron
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult, nanotron
 from tests.frameworks import tiny_llama
 from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_llama import Layout, Trainer
@@ -231,7 +230,7 @@ FAULTS = {
 }
 
 
-def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> HandedBack:
+def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_llama``, wrong."""
     with ExitStack() as stack:
         FAULTS[fault].plant(stack)

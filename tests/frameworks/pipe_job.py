@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 
 import pipeproof
-from pipeproof import Composed
+from pipeproof import StageByStage
 from pipeproof.wings.adapters.deepspeed import as_launched
 from tests.frameworks.deepspeed_faults import FAULTS
 from tests.frameworks.engines import tiny_pipe
@@ -44,7 +44,7 @@ def check_of(engine: Any, microbatches: list[Any] | None, layout: Layout, *, by_
     return pipeproof.deepspeed.check_step(
         engine,
         microbatches,
-        reference=Composed() if by_itself else partial(tiny_pipe.layers, layout),
+        reference=StageByStage() if by_itself else partial(tiny_pipe.layers, layout),
         loss_fn=tiny_pipe.loss_fn,
         timeout_s=60.0,
     )

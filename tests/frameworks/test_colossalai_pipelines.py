@@ -52,13 +52,13 @@ TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
     assert passed(verdict) >= {"gradient", "loss", "boundaries", "microbatches", "initial-weights", "parameters-once"}
     assert ("grad-norm" in passed(verdict)) == layout.clipped
     assert ("tied-copies" in passed(verdict)) == layout.tied
     assert ("shards" in passed(verdict)) == (layout.zero > 0 and layout.dp > 1)
-    # Each of the stages was seen, also of those that share a module: order and mode of both ways.
+    # Each of the stages was observed, also of those that share a module: order and mode of both ways.
     assert verdict.law("microbatches").checked == 4 * layout.pp * layout.chunks
 
 
@@ -74,7 +74,7 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 @pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_plugin_cuts_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert (
         "the plugin's num_microbatches is 3, and the step has 4 microbatches: let both be the same" in verdict.details
     )
@@ -84,19 +84,19 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
     import pipeproof
     from tests.frameworks.tiny_colossal import made
 
-    with pipeproof.colossalai.observed(*made(layout, len(microbatches) - 1), microbatches, model):
+    with pipeproof.colossalai.observe(*made(layout, len(microbatches) - 1), microbatches, model):
         pass
 
 
 @pytest.mark.pipeproof_ranks
 def test_ranks_of_a_stage_that_are_neighbours_are_refused(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(dp=2, dp_outside=False), whitebox=whitebox)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert "dp_outside is False: pipeproof.colossalai.validate covers True only, the default" in verdict.details
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_model_in_bf16_beside_a_reference_in_fp32_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(bf16=True), dtype=None, whitebox=whitebox)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert "the model is boosted to torch.bfloat16, the reference in torch.float32: pass dtype=" in verdict.details

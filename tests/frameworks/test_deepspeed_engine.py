@@ -55,7 +55,7 @@ TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
     assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     # Without ZeRO or clipping, no norm is computed in fp32.
@@ -92,9 +92,9 @@ def test_labels_of_several_tensors_serve_validate_and_check_step_alike(whitebox:
         loss_fn=of_pairs,
         whitebox=whitebox,
     )
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     for verdict in world.run(checked_of_pairs, Layout(), ranks=2):
-        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+        assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -108,7 +108,7 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 @pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_engine_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert "gradient_accumulation_steps is 3, and the step has 4 microbatches" in verdict.details
 
 
@@ -119,5 +119,5 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
     from tests.frameworks.engines.tiny_pipe import made
 
     deepspeed.init_distributed()
-    with pipeproof.deepspeed.observed(made(layout, len(microbatches) - 1), microbatches, model):
+    with pipeproof.deepspeed.observe(made(layout, len(microbatches) - 1), microbatches, model):
         pass

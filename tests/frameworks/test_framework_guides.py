@@ -28,10 +28,10 @@ WRONG = {  # what to put in place of what, in what init writes
     "megatron": ("forward_step, microbatches, model)", "forward_step, microbatches[::-1], model)"),
     "deepspeed": ("num_stages=RANKS, loss_fn=loss_fn", "num_stages=RANKS, loss_fn=lambda *given: 2 * loss_fn(*given)"),
     "torchtitan": ("for _, labels in microbatches]).sum()", "for _, labels in microbatches]).sum() * 2"),
-    "nanotron": ("seen.data_iterator, count, None)", "seen.data_iterator, count // 2, None)"),
+    "nanotron": ("observed.data_iterator, count, None)", "observed.data_iterator, count // 2, None)"),
     "colossalai": (
-        "seen.data_iterator, boosted, criterion,",
-        "seen.data_iterator, boosted, lambda *x: 2 * criterion(*x),",
+        "observed.data_iterator, boosted, criterion,",
+        "observed.data_iterator, boosted, lambda *x: 2 * criterion(*x),",
     ),
     "transformers": ("loss_fn=loss_fn, scale_grads=False)", "loss_fn=loss_fn)"),
 }

@@ -61,7 +61,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(framework: str
     assert found is not None
     assert str(found.case) == smallest
     assert found.verdict is not None
-    assert found.verdict.verdict == "fail"
+    assert found.verdict.outcome == "fail"
     assert found.verdict.replay == f"LINE='{smallest}' ci/frameworks -k a_line_passes"
 
 
@@ -71,10 +71,10 @@ def test_a_finding_is_there(framework: str, finding: FrameworkFinding, world: Wo
     needs(framework)
     case = FrameworkCase.parse(finding.line)
     if not finding.by_luck:
-        assert judged(case, world).verdict != "pass"
+        assert judged(case, world).outcome != "pass"
         return
     with SimulatedWorld(silent=True) as simulated:  # real ranks show it by luck: who gets what was freed?
-        assert [one.kind for one in judged(case, simulated).cause] == ["freed-in-flight"]
+        assert [one.kind for one in judged(case, simulated).causes] == ["freed-in-flight"]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -82,4 +82,4 @@ def test_a_line_passes(line: str, world: World) -> None:
     case = FrameworkCase.parse(line)
     needs(case.framework)
     verdict = judged(case, world)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)

@@ -52,7 +52,7 @@ ROUNDED = {
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | ROUNDED)[name]
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
     assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     assert (verdict.law("grad-norm").outcome == "pass") == layout.optimizer
@@ -72,15 +72,15 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     [
         (Layout(optimizer=True), "pass"),
         (Layout(dp=2, distributed=True, tied=True, optimizer=True), "pass"),
-        (Layout(optimizer=True, bf16=True), "not seen"),  # of copies in fp32
-        (Layout(optimizer=True, second=True), "not seen"),  # the optimizer goes on from the step before
+        (Layout(optimizer=True, bf16=True), "not observed"),  # of copies in fp32
+        (Layout(optimizer=True, second=True), "not observed"),  # the optimizer goes on from the step before
     ],
 )
 def test_an_update_is_compared_with_one_of_gradients_that_were_clipped_alike(
     layout: Layout, outcome: str, whitebox: WhiteBox
 ) -> None:
     verdict = judged(layout, optimizer=adam_w, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     law = verdict.law("updated-parameters")
     assert law.outcome == outcome, str(verdict)
     assert ("updates are not compared" in law.note) == (outcome != "pass")

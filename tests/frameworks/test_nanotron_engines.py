@@ -57,7 +57,7 @@ TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
     assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
@@ -75,7 +75,7 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_after_the_step_are_compared_too(zero: int, whitebox: WhiteBox) -> None:
     verdict = judged(Layout(dp=2, zero=zero), updated=True, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("updated-parameters").outcome == "pass"
 
 
@@ -85,7 +85,7 @@ CLIPPED = Layout(clip=0.05)
 @pytest.mark.pipeproof_ranks
 def test_an_update_of_gradients_that_were_clipped_is_compared_with_the_same(whitebox: WhiteBox) -> None:
     verdict = judged(CLIPPED, updated=True, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("updated-parameters").outcome == "pass"
     wrong = judged(CLIPPED, own_step=updated_with_less, updated=True, whitebox=whitebox)
     assert {one.law for one in wrong.mismatches} == {"updated-parameters"}, str(wrong)
@@ -99,19 +99,19 @@ def updated_with_less(layout: Layout, model: Any, microbatches: list[Any]) -> An
         for one in trainer.unwrapped_model.parameters():
             one.grad.mul_(0.01)
 
-    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
+    with pipeproof.nanotron.observe(trainer, microbatches, model) as observed:
         hook = register_optimizer_step_pre_hook(less)
-        trainer.training_step(seen.data_iterator)
+        trainer.training_step(observed.data_iterator)
         hook.remove()
-    return seen.handed_back()
+    return observed.result()
 
 
 @pytest.mark.pipeproof_ranks
 def test_updates_of_copies_in_fp32_are_said_not_to_be_compared(whitebox: WhiteBox) -> None:
     verdict = judged(SUMS, updated=True, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     law = verdict.law("updated-parameters")
-    assert law.outcome == "not seen"
+    assert law.outcome == "not observed"
     assert "not compared where the optimizer has copies of the weights in a wider type" in law.note
 
 
@@ -119,7 +119,7 @@ def test_updates_of_copies_in_fp32_are_said_not_to_be_compared(whitebox: WhiteBo
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_step_may_be_trained_before_the_one_that_is_judged(updated: bool, whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=warmed_up, updated=updated, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert "initial-weights" in passed(verdict)
     if updated:
         assert "the optimizer had stepped before" in verdict.law("updated-parameters").note
@@ -128,18 +128,18 @@ def test_a_step_may_be_trained_before_the_one_that_is_judged(updated: bool, whit
 def warmed_up(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
     trainer = Trainer(layout, len(microbatches))
     trainer.training_step(iter([Nanotron(trainer).share_of(one) for one in microbatches[::-1]]))
-    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
-        trainer.training_step(seen.data_iterator)
-    return seen.handed_back()
+    with pipeproof.nanotron.observe(trainer, microbatches, model) as observed:
+        trainer.training_step(observed.data_iterator)
+    return observed.result()
 
 
 @pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_trainer_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert "batch_accumulation_per_replica is 3, and the step has 4 microbatches" in verdict.details
 
 
 def fewer_microbatches(layout: Layout, model: Any, microbatches: list[Any]) -> None:
-    with pipeproof.nanotron.observed(Trainer(layout, len(microbatches) - 1), microbatches, model):
+    with pipeproof.nanotron.observe(Trainer(layout, len(microbatches) - 1), microbatches, model):
         raise AssertionError("it is said before")

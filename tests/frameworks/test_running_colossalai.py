@@ -36,7 +36,7 @@ RIGHT = {
     "zero-1-one-replica": (Layout(bf16=True, zero=1), "bf16"),
     "zero-1": (Layout(bf16=True, zero=1, dp=2, tied=True), "bf16"),
 }
-NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+NAMED = {  # what the step's numbers alone tell: no messages between stages are observed
     "not-divided": ("scale", "everywhere"),
     "divided-at-each-stage": ("scale", "rank 0, stage 0"),
     "tied-not-summed": ("tied-not-summed", "parameter model.words.weight"),
@@ -52,7 +52,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "copies-counted": ("norm", "everywhere"),
     "other-shard": ("misplaced", "rank 0, stage 0, parameter model.words.weight"),
 }
-BY_ITSELF = {  # messages between stages are seen
+BY_ITSELF = {  # messages between stages are observed
     "not-divided": ("scale", "everywhere"),
     "tied-not-summed": ("tied-not-summed", "parameter model.words.weight"),
     "not-reduced": ("not-reduced", "rank 0, stage 0"),
@@ -100,8 +100,8 @@ def test_a_fault_is_named_in_a_job_that_is_held_against_itself(fault: str, world
 @pytest.mark.pipeproof_ranks
 def test_weights_that_stages_share_are_known_by_the_names_of_a_model(world: World) -> None:
     for verdict in world.run(boosted_job.without_names, Layout(tied=True), ranks=2):
-        assert verdict.verdict == "unknown"
-        assert "nothing tells by which names: give Composed a build=" in verdict.details
+        assert verdict.outcome == "unknown"
+        assert "nothing tells by which names: give StageByStage a build=" in verdict.details
 
 
 RECORDED = {
@@ -115,8 +115,8 @@ RECORDED = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     layout, tier = RECORDED[name]
-    verdict = compared(world, job_of, layout, tmp_path, boosted_job.due(layout))
-    assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+    verdict = compared(world, job_of, layout, tmp_path, boosted_job.expected(layout))
+    assert (verdict.outcome, verdict.tier) == ("pass", tier), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm" if layout.clipped else "gradient"}
     assert verdict.law("updated-parameters").outcome == "pass"
 
@@ -125,14 +125,14 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
 def test_a_recorded_step_of_replicas_in_bf16_is_undecided(world: World, tmp_path: Path) -> None:
     """One device knows of no replicas, which reduce their sums: in bf16 that may hide a lost microbatch."""
     layout = Layout(zero=1, dp=2, bf16=True)
-    verdict = compared(world, job_of, layout, tmp_path, boosted_job.due(layout))
-    assert (verdict.verdict, verdict.law("gradient").outcome) == ("unknown", "unknown"), str(verdict)
+    verdict = compared(world, job_of, layout, tmp_path, boosted_job.expected(layout))
+    assert (verdict.outcome, verdict.law("gradient").outcome) == ("unknown", "unknown"), str(verdict)
     assert passed(verdict) >= {"loss", "parameters-once", "presence", "grad-norm"}
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_fault_in_a_recorded_step_is_named(world: World, tmp_path: Path) -> None:
-    verdict = compared(world, job_of, Layout(), tmp_path, boosted_job.due(Layout()), "not-divided")
+    verdict = compared(world, job_of, Layout(), tmp_path, boosted_job.expected(Layout()), "not-divided")
     assert named(verdict) == ("fail", [("scale", "everywhere")])
 
 
@@ -149,7 +149,7 @@ def test_replicas_that_differ_are_no_record_and_the_job_goes_on(world: World, tm
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout("interleaved", chunks=2, tied=True)], ids=str)
 def test_gradients_of_two_batches_are_added(layout: Layout, world: World) -> None:
     for verdict in world.run(boosted_job.accumulated, layout, True, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         assert verdict.law("loss").checked == 8 * layout.dp
 
 
@@ -157,7 +157,7 @@ def test_gradients_of_two_batches_are_added(layout: Layout, world: World) -> Non
 def test_colossalai_counts_tied_gradients_of_the_first_batch_twice(world: World) -> None:
     """As it is: without ``no_sync`` what the stages' sum was already is summed over them again with the next batch."""
     for verdict in world.run(boosted_job.accumulated, Layout(tied=True), False, ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
+        assert verdict.outcome == "fail", str(verdict)
         wrong = {m.parameter for m in verdict.mismatches if m.law == "gradient"}
         assert wrong == {"model.words.weight", "model.head.weight"}
 

@@ -22,7 +22,7 @@ RIGHT = {
     "bf16-tied": (Layout(bf16=True, tied=True), "bf16"),
     "bf16-replicas": (Layout(bf16=True, dp=2), "bf16"),
 }
-NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+NAMED = {  # what the step's numbers alone tell: no messages between stages are observed
     "not-divided": ("scale", "everywhere"),
     "divided-at-each-stage": ("scale", "rank 0, stage 0"),
     "tied-not-reduced": ("tied-not-summed", "parameter tied_modules.words.weight"),

@@ -108,14 +108,14 @@ def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, worl
 @pytest.mark.pipeproof_ranks
 def test_what_megatrons_tracker_draws_is_drawn_again_and_the_job_draws_on(world: World) -> None:
     for verdict, harmed in world.run(gpt_job.drew_by_the_tracker, Layout(optimizer=True), ranks=2):
-        assert (verdict.verdict, harmed) == ("pass", []), str(verdict)
+        assert (verdict.outcome, harmed) == ("pass", []), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself(world: World) -> None:
     layout = RIGHT["replicas-per-token"]
     for verdict, harmed in world.run(checked_and_unchecked, job_of, layout, True, ranks=ranks_of(layout)):
-        assert (verdict.verdict, harmed) == ("unknown", [])
+        assert (verdict.outcome, harmed) == ("unknown", [])
         assert "calculate_per_token_loss is True, and no rank knows the tokens of all" in verdict.details
 
 
@@ -128,16 +128,16 @@ def test_gradients_of_the_step_before_are_known_where_megatron_adds_to_them(worl
 @pytest.mark.pipeproof_ranks
 def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> None:
     for verdict in world.run(checked, job_of, FAULTS["other-stream"].layout, "other-stream", ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
+        assert verdict.outcome == "fail", str(verdict)
         assert verdict.law("loss").outcome == "fail"
-        assert verdict.cause == ()
+        assert verdict.causes == ()
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(world: World) -> None:
     for verdict in world.run(checked, job_of, SHARDS, "shard-zeroed", ranks=4):
         failed = {law.name for law in verdict.laws if law.outcome == "fail"}
-        assert (verdict.verdict, failed, verdict.cause) == ("fail", {"grad-norm"}, ()), str(verdict)
+        assert (verdict.outcome, failed, verdict.causes) == ("fail", {"grad-norm"}, ()), str(verdict)
         assert "every gradient that was compared is what it should be" in verdict.details
         assert "gradients were changed after they were compared and before it was formed" in verdict.details
 

@@ -26,7 +26,7 @@ RIGHT = {
     "replicas-ddp-tied-zero-1": (Layout(dp=2, zero=1, tied=True), "fp32"),
     "unclipped": (Layout(clip=None), "bitwise"),
 }
-NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+NAMED = {  # what the step's numbers alone tell: no messages between stages are observed
     "not-divided": ("scale", "everywhere"),
     "tied-not-synced": FAULTS["tied-not-synced"],
     "tied-averaged": FAULTS["tied-averaged"],
@@ -65,8 +65,8 @@ def test_what_afab_keeps_of_a_step_that_raised_is_found_in_the_next(world: World
 @pytest.mark.pipeproof_ranks
 def test_gradients_that_were_not_cleared_are_found_in_the_next_step(world: World) -> None:
     for verdict in world.run(llama_job.not_cleared, SUMS, ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [cause.kind for cause in verdict.cause] == ["stale-gradient"], str(verdict)
+        assert verdict.outcome == "fail", str(verdict)
+        assert [cause.kind for cause in verdict.causes] == ["stale-gradient"], str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -82,4 +82,4 @@ def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
     for path in paths:
         world.run(recorded, job_of, Layout(engine=path.stem), str(path), ranks=2)
     verdict = compare(*map(read, map(str, paths)))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)

@@ -38,7 +38,7 @@ RIGHT = {
 }
 ALL_EIGHT = "microbatches 0, 1, 2, 3, 4, 5, 6, 7"
 IN_SHARDS = Layout(dp=2, clipped=True)
-NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+NAMED = {  # what the step's numbers alone tell: no messages between stages are observed
     "not-divided": (Layout(), [("scale", "everywhere")]),
     "own-tokens": (IN_SHARDS, [("scale", ALL_EIGHT)]),
     "ignored-counted": (Layout(), [("scale", "everywhere")]),
@@ -101,7 +101,7 @@ def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, worl
 def test_what_sums_alone_do_not_tell_is_caught_and_no_cause_is_named(name: str, world: World) -> None:
     layout = FAULTS[name].layout if name in FAULTS else Layout()
     for verdict in world.run(checked, job_of, layout, name, ranks=ranks_of(layout)):
-        assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+        assert (verdict.outcome, verdict.causes) == ("fail", ()), str(verdict)
 
 
 RECORDED = {
@@ -116,8 +116,8 @@ RECORDED = {
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     layout, tier = RECORDED[name]
     same_bits = tier == "bitwise"  # or Adam's first update makes much of what rounding did to a small gradient
-    verdict = compared(world, job_of, layout, tmp_path, titan_job.due(layout, stepping=same_bits))
-    assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+    verdict = compared(world, job_of, layout, tmp_path, titan_job.expected(layout, stepping=same_bits))
+    assert (verdict.outcome, verdict.tier) == ("pass", tier), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
     assert (verdict.law("updated-parameters").outcome == "pass") == same_bits
     assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
@@ -126,7 +126,7 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(("fault", "layout"), [("not-divided", Layout()), ("mean-over-replicas", IN_SHARDS)])
 def test_a_fault_in_a_recorded_step_is_named(fault: str, layout: Layout, world: World, tmp_path: Path) -> None:
-    verdict = compared(world, job_of, layout, tmp_path, titan_job.due(layout), fault)
+    verdict = compared(world, job_of, layout, tmp_path, titan_job.expected(layout), fault)
     assert named(verdict) == ("fail", [("scale", "everywhere")]), str(verdict)
 
 
@@ -152,5 +152,5 @@ def test_what_a_job_draws_is_held_against_what_was_given_in_any_order(world: Wor
 )
 def test_two_steps_in_one_block_are_no_verdict_on_the_first(layout: Layout, sentence: str, world: World) -> None:
     for verdict in world.run(drew, job_of, layout, "twice", ranks=2):
-        assert verdict.verdict == "unknown", str(verdict)
+        assert verdict.outcome == "unknown", str(verdict)
         assert sentence in verdict.details

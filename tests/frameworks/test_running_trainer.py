@@ -45,7 +45,7 @@ NAMED = {
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     job, tier = RIGHT[name]
     for verdict, harmed in world.run(hf_job.checked_and_unchecked, job, ranks=job.ranks):
-        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        assert (verdict.outcome, verdict.tier) == ("pass", tier), str(verdict)
         assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
         assert harmed == []
 
@@ -70,16 +70,16 @@ RECORDED = {  # each beside one process that trains four microbatches
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     verdict = compared(RECORDED[name], "", world, tmp_path)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
     assert verdict.law("loss").checked == 4
 
 
 def compared(job: Job, fault: str, world: World, folder: Path) -> Verdict:
-    due, seen = str(folder / "due.safetensors"), str(folder / "seen.safetensors")
-    world.run(hf_job.due, replace(job, ranks=1, accumulation=job.ranks * job.accumulation), due, ranks=1)
-    assert world.run(hf_job.recorded, job, seen, fault, ranks=job.ranks) == [""] * job.ranks
-    return compare(read(due), read(seen))
+    expected, observed = str(folder / "expected.safetensors"), str(folder / "observed.safetensors")
+    world.run(hf_job.expected, replace(job, ranks=1, accumulation=job.ranks * job.accumulation), expected, ranks=1)
+    assert world.run(hf_job.recorded, job, observed, fault, ranks=job.ranks) == [""] * job.ranks
+    return compare(read(expected), read(observed))
 
 
 @pytest.mark.pipeproof_ranks
@@ -89,7 +89,7 @@ def test_one_process_and_ddp_give_the_same_step(world: World, tmp_path: Path) ->
     for job, path in zip((one, two), paths, strict=True):
         assert world.run(hf_job.recorded, job, path, "", ranks=job.ranks) == [""] * job.ranks
     verdict = compare(*map(read, paths), sides=RUNS)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
 
 
 RECORDED_FAULTS = {

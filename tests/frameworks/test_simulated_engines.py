@@ -51,7 +51,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_engine_passes(name: str, simulated: WhiteBox) -> None:
     verdict = RIGHT[name](simulated)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert simulated.world.own_modules == {name}
 
 
@@ -59,7 +59,7 @@ def test_a_fault_is_caught(simulated: WhiteBox) -> None:
     faults = pytest.importorskip("tests.frameworks.torchtitan_faults", exc_type=ImportError).FAULTS
     name, fault = next(iter(faults.items()))
     verdict = of("torchtitan", f"{CASES}.tiny_titan", fault.layout, fault=name)(simulated)
-    assert (verdict.verdict, {one.kind for one in verdict.cause}) == ("fail", {fault.kind}), str(verdict)
+    assert (verdict.outcome, {one.kind for one in verdict.causes}) == ("fail", {fault.kind}), str(verdict)
 
 
 def test_overlapped_sends_of_megatron_that_nobody_waits_for_are_named(simulated: WhiteBox) -> None:
@@ -67,5 +67,5 @@ def test_overlapped_sends_of_megatron_that_nobody_waits_for_are_named(simulated:
     layout = MegatronLayout(vp=2, p2p_overlap=True)
     verdict = of("megatron.core", f"{CASES}.tiny_gpt", layout)(simulated)
     by_name = simulated.world.decision is not None and simulated.world.decision.transport.value == "unlimited"
-    assert [one.kind for one in verdict.cause] == (["never-waited"] if by_name else []), str(verdict)
-    assert verdict.verdict == ("fail" if by_name else "pass")
+    assert [one.kind for one in verdict.causes] == (["never-waited"] if by_name else []), str(verdict)
+    assert verdict.outcome == ("fail" if by_name else "pass")

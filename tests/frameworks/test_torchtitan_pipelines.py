@@ -36,7 +36,7 @@ FP32 = {
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32)[name]
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
     assert passed(verdict) >= {"gradient", "loss", "boundaries", "initial-weights", "shards"}
     assert ("grad-norm" in passed(verdict)) == layout.clipped
@@ -53,5 +53,5 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
 @pytest.mark.pipeproof_ranks
 def test_positions_that_come_to_the_first_stage_alone_are_caught_without_a_name(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=partial(torchtitan_faults.step, "positions-lost"), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     assert "rank 1, stage 1, parameter model.layers.2" in verdict.details

@@ -143,7 +143,7 @@ def test_stages_that_cannot_be_are_said(cut: Any, sentence: str) -> None:
 def test_a_schedule_and_stages_of_another_kind_are_said() -> None:
     with (
         pytest.raises(AdapterError, match=r"^schedule is a int: expected one of torch.distributed.pipelining"),
-        transformers.observed(3, [], nn.Linear(1, 1)),
+        transformers.observe(3, [], nn.Linear(1, 1)),
     ):
         pass
 
@@ -163,7 +163,7 @@ def test_a_trainer_that_is_not_covered_goes_on_and_the_verdict_says_why(changed:
         with transformers.check_step(trainer) as check:
             trainer.train()
         assert trainer.state.global_step == job.checked + 2
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     assert sentence in check.verdict.details
 
 
@@ -184,7 +184,7 @@ def test_a_number_of_a_step_that_there_cannot_be_is_said_and_the_job_goes_on(ste
         with transformers.check_step(trainer, step=step) as check:
             trainer.train()
         assert trainer.state.global_step == job.checked + 2
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     assert f"step is {step!r}: expected a number from 0, counted from the first in the block" in check.verdict.details
 
 

@@ -44,7 +44,7 @@ FP32 = {"clipped": Layout(clipped=True), "replicas": Layout(dp=2)}
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout = (BITWISE | FP32)[name]
     verdict = judged(layout, microbatches=4 * layout.dp, whitebox=whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
     assert passed(verdict) >= {"gradient", "loss", "boundaries", "initial-weights", "microbatches"}
     assert ("grad-norm" in passed(verdict)) == (layout.clipped or layout.own)
@@ -66,7 +66,7 @@ def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_na
 ) -> None:
     _, layout = UNNAMED[name]
     verdict = judged(layout, own_step=partial(transformers_faults.step, name), whitebox=whitebox)
-    assert (verdict.verdict, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
+    assert (verdict.outcome, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
     assert "rank 1, stage 1" in verdict.details
 
 
@@ -74,6 +74,6 @@ def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_na
 def test_tokens_of_one_replica_alone_are_caught_at_every_microbatch(whitebox: WhiteBox) -> None:
     own_step = partial(transformers_faults.step, "own-tokens")
     verdict = judged(Layout(dp=2), own_step=own_step, microbatches=8, whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert {cause.kind for cause in verdict.cause} <= {"scale", "unequal-weights"}
-    assert verdict.cause
+    assert verdict.outcome == "fail", str(verdict)
+    assert {cause.kind for cause in verdict.causes} <= {"scale", "unequal-weights"}
+    assert verdict.causes

@@ -25,7 +25,7 @@ def compared(world: World, folder: Path, *, factor: float = 1.0) -> Verdict:
 @pytest.mark.pipeproof_ranks
 def test_two_frameworks_agree_on_one_model(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verdict = compared(world, tmp_path)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert "of other names, matched by their weights" in verdict.details
     assert verdict.law("gradient").checked > 30
     assert main(["diff", *(str(tmp_path / f"{name}.safetensors") for name in ("megatron", "deepspeed"))]) == 0
@@ -35,5 +35,5 @@ def test_two_frameworks_agree_on_one_model(world: World, tmp_path: Path, capsys:
 @pytest.mark.pipeproof_ranks
 def test_two_frameworks_that_differ_are_told_apart(world: World, tmp_path: Path) -> None:
     verdict = compared(world, tmp_path, factor=2.0)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.law("loss").outcome == "fail"

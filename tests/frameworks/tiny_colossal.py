@@ -12,7 +12,7 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI
 
 COLOSSALAI.on_cpu()
@@ -174,11 +174,11 @@ def nodes(ranks: int, microbatches: int) -> Any:
     return PipelineGraph(n_stage=ranks, n_micro=microbatches, **costs).get_v_schedule()
 
 
-def step(layout: Layout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def step(layout: Layout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     booster, boosted, optimizer = made(layout, len(microbatches))
-    with pipeproof.colossalai.observed(booster, boosted, optimizer, microbatches, model) as seen:
-        train_step(booster, boosted, optimizer, seen.data_iterator)
-    return seen.handed_back()
+    with pipeproof.colossalai.observe(booster, boosted, optimizer, microbatches, model) as observed:
+        train_step(booster, boosted, optimizer, observed.data_iterator)
+    return observed.result()
 
 
 def train_step(booster: Booster, model: Any, optimizer: Any, data: Any) -> None:

@@ -15,8 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pipeproof
-from pipeproof import transformers
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult, transformers
 
 ROWS, SEQUENCE, WORDS, WIDTH, IGNORED = 2, 8, 64, 16, -100
 SIZES = {
@@ -216,11 +215,11 @@ def train_step(job: SimpleNamespace, data: Data) -> None:
             clip(job)
 
 
-def step(layout: Layout, model: Any, microbatches: Data) -> HandedBack:
+def step(layout: Layout, model: Any, microbatches: Data) -> StepResult:
     job = made(layout, model, microbatches)
-    with transformers.observed(job.schedule, job.stages, model) as seen:
+    with transformers.observe(job.schedule, job.stages, model) as observed:
         train_step(job, microbatches)
-    return seen.handed_back()
+    return observed.result()
 
 
 def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:

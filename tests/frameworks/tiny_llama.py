@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pipeproof
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 
 with pipeproof.nanotron.imports():
     from nanotron import trainer as trainers
@@ -153,11 +153,11 @@ def data_of(microbatches: int) -> list[dict[str, Tensor]]:
     return made
 
 
-def step(layout: Layout, model: nn.Module, microbatches: list[dict[str, Tensor]]) -> HandedBack:
+def step(layout: Layout, model: nn.Module, microbatches: list[dict[str, Tensor]]) -> StepResult:
     trainer = Trainer(layout, len(microbatches))
-    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
-        trainer.training_step(seen.data_iterator)
-    return seen.handed_back()
+    with pipeproof.nanotron.observe(trainer, microbatches, model) as observed:
+        trainer.training_step(observed.data_iterator)
+    return observed.result()
 
 
 def adam_w(model: nn.Module) -> torch.optim.Optimizer:

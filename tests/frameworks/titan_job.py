@@ -12,7 +12,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
-from pipeproof import Composed, Contract
+from pipeproof import Contract, StageByStage
 from pipeproof.records.record import Record
 from tests.frameworks.engines import tiny_titan
 from tests.frameworks.engines.tiny_titan import Data
@@ -49,7 +49,7 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[Job]:
 
 
 def _check(trainer: SimpleNamespace, microbatches: Data, layout: Layout, by_itself: bool) -> Any:
-    by = Composed(optimizer=trainer.optimizer, contract=Contract(max_norm=0.1 if layout.clipped else math.inf))
+    by = StageByStage(optimizer=trainer.optimizer, contract=Contract(max_norm=0.1 if layout.clipped else math.inf))
     return pipeproof.torchtitan.check_step(
         trainer.pp_schedule,
         trainer.model_parts,
@@ -79,7 +79,7 @@ class Whole(torch.nn.Module):
         return made
 
 
-def due(layout: Layout, *, stepping: bool = False) -> Record:
+def expected(layout: Layout, *, stepping: bool = False) -> Record:
     """The record of the same step on one device; with the optimizer's, if it is ``stepping``."""
     model, every = Whole(layout), tiny_titan.data_of(MICROBATCHES * layout.dp)
     tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in every]).sum()

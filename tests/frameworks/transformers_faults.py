@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 from pipeproof.wings.adapters import transformers_stage
 from tests.frameworks import tiny_hf
 from tests.frameworks.fault import Fault, patched
@@ -253,7 +253,7 @@ PLANTS = {name: one.plant for name, one in FAULTS.items()} | {name: plant for na
 PLANTS["own-tokens"] = own_tokens
 
 
-def step(fault: str, layout: Layout, model: nn.Module, microbatches: Sequence[Any]) -> HandedBack:
+def step(fault: str, layout: Layout, model: nn.Module, microbatches: Sequence[Any]) -> StepResult:
     """The step of ``tiny_hf``, wrong."""
     with ExitStack() as stack:
         PLANTS[fault](stack)

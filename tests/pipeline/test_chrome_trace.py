@@ -142,8 +142,8 @@ def test_perfetto_gives_kinds_and_microbatches_colours_of_their_own() -> None:
 
 def test_a_wait_is_a_slice_of_its_own_and_the_arrow_goes_to_the_work() -> None:
     events: list[Document] = chrome_trace({"measured": TRACE})["traceEvents"]  # type: ignore[assignment]
-    seen = [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M" and e["tid"] == 1]
-    golden("\n".join(map(str, seen)))
+    observed = [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M" and e["tid"] == 1]
+    golden("\n".join(map(str, observed)))
 
 
 def broken(change: Callable[[Any], None]) -> list[str]:

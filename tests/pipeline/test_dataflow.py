@@ -91,7 +91,7 @@ def test_numbers_beyond_the_last_still_meet() -> None:
 def test_where_the_orders_contradict_each_rank_says_what_it_waits_for() -> None:
     columns = Columns.of(rows("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     supplier = suppliers(columns, 2)
-    reached = flow(columns, supplier).reached()
+    reached = flow(columns, supplier).reach()
     assert [str(columns.action(entry)) for entry in range(8) if reached[entry]] == ["0F0"]
     error = stuck(columns, supplier, 2, reached)
     assert isinstance(error, ScheduleError), "a user's contradictory schedule is a user's error"
@@ -101,4 +101,4 @@ def test_where_the_orders_contradict_each_rank_says_what_it_waits_for() -> None:
 
 def test_what_nobody_makes_holds_up_all_that_is_behind_it() -> None:
     columns = Columns.of(rows("0F0 0B0 0F1", "1B0"))
-    assert flow(columns, suppliers(columns, 3)).reached().tolist() == [True, False, False, False]
+    assert flow(columns, suppliers(columns, 3)).reach().tolist() == [True, False, False, False]

@@ -137,6 +137,7 @@ def test_copies_that_are_not_alike_are_refused_in_words(world: World, kind: str)
     assert isinstance(caught.value.cause, TiedError)
 
 
+@pytest.mark.sweep
 def test_copies_may_lie_in_memory_as_they_like(world: World) -> None:
     plain = (4 * torch.arange(6.0).reshape(2, 3)).tolist()
     assert world.run(unlike, "strides", ranks=2) == [plain, plain]
@@ -205,7 +206,7 @@ class Raising(AroundGradients):
 @pytest.mark.parametrize("part", ["reduce_tied", "squares", "scale"])
 def test_gradients_are_cleared_wherever_a_step_raises(part: str) -> None:
     schedule, module = step_of()
-    broken = schedule.wrapped(lambda parts: replace(parts, gradients=Raising(parts, part)))
+    broken = schedule.wrap(lambda parts: replace(parts, gradients=Raising(parts, part)))
     with pytest.raises(RuntimeError, match="a peer is gone"):
         broken.train_step(PAIRS, max_norm=1.0)
     assert all(parameter.grad is None for parameter in module.parameters())

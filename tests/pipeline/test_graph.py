@@ -31,15 +31,15 @@ def loops(pairs: list[tuple[int, int]]) -> set[int]:
 @given(edges)
 @settings(deadline=None, max_examples=60)
 def test_layers_and_cycles(pairs: list[tuple[int, int]]) -> None:
-    seen: list[int] = []
+    observed: list[int] = []
     for layer, leaving in graph(pairs).layers():
-        assert all(a in seen for node in layer for a, b in pairs if b == node)
+        assert all(a in observed for node in layer for a, b in pairs if b == node)
         assert sorted(pairs[edge] for edge in leaving) == sorted(pair for pair in pairs if pair[0] in layer)
-        seen += layer.tolist()
+        observed += layer.tolist()
     lengths = loops(pairs)
-    assert len(set(seen)) == len(seen)
-    assert (len(seen) == SIZE) is not bool(lengths)
-    cycle = graph(pairs).shortest_cycle(~graph(pairs).reached())
+    assert len(set(observed)) == len(observed)
+    assert (len(observed) == SIZE) is not bool(lengths)
+    cycle = graph(pairs).shortest_cycle(~graph(pairs).reach())
     assert len(cycle) == min(lengths, default=0)
     assert all(pair in pairs for pair in zip(cycle, [*cycle[1:], *cycle[:1]], strict=True))
 

@@ -21,6 +21,7 @@ def same_lane_twice(context: RankContext) -> bool:
     return lane is not None and second_lane(context.group) is lane and first._down is again._down is lane
 
 
+@pytest.mark.sweep
 def test_a_group_has_one_second_lane(world: World) -> None:
     assert world.run(same_lane_twice, ranks=2) == [True, True]
 
@@ -29,8 +30,8 @@ def no_lane(context: RankContext) -> bool:
     return second_lane(context.group) is None
 
 
-def test_a_rank_alone_has_none(world: World) -> None:
-    assert world.run(no_lane, ranks=1) == [True]
+def test_a_rank_alone_has_none(here: World) -> None:
+    assert here.run(no_lane, ranks=1) == [True]
 
 
 def both_ways_at_once(context: RankContext) -> list[int]:
@@ -65,6 +66,7 @@ if destroy:
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("how", some(["destroyed", "left"], left=["destroyed"]))
 def test_ranks_end_cleanly_whether_or_not_the_group_was_destroyed(tmp_path: Path, how: str) -> None:
@@ -79,6 +81,7 @@ def test_ranks_end_cleanly_whether_or_not_the_group_was_destroyed(tmp_path: Path
     assert [code for _, code in ends] == [0, 0], ends
 
 
+@pytest.mark.sweep
 def test_a_lane_goes_with_its_group(world: World) -> None:
     assert world.run(lanes_left, ranks=2) == [0, 0]
 

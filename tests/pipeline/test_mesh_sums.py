@@ -225,7 +225,7 @@ SPECIMENS = {
         ),
     ),
     "rows that nobody keeps, and rows that two keep": Specimen(
-        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 2), (3, 5))),)), ("parts: fsdp: nobody keeps rows 2 to 3 of 5",)
+        replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 2), (3, 5))),)), ("parts: fsdp: no rank keeps rows 2 to 3 of 5",)
     ),
     "rows that two keep": Specimen(
         replace(SHARDS, sums=(Sum("fsdp", 2, ((0, 3), (2, 5))),)), ("parts: fsdp: several keep rows 2 to 3 of 5",)
@@ -259,8 +259,8 @@ SPECIMENS = {
         (
             "shares: rank 2: tp: has stage 1, but rank 0 of its group has stage 0",
             "shares: rank 3: tp: has stage 1, but rank 1 of its group has stage 0",
-            "parts: nobody has tp 1 of stage 0",
-            "parts: nobody has tp 0 of stage 1",
+            "parts: no rank has tp 1 of stage 0",
+            "parts: no rank has tp 0 of stage 1",
         ),
     ),
     "copies that nobody sums": Specimen(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.pipeline.partition import balanced, by_sizes, costs_of, even, parse_split
+from pipeproof.pipeline.partition import balance, by_sizes, costs_of, even, parse_split
 from pipeproof.pipeline.schedule import ScheduleError
 
 
@@ -36,13 +36,13 @@ costs = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 def test_balanced_is_the_best_of_all_splits(layers: list[int], stages: int) -> None:
     if stages > len(layers):
         with pytest.raises(ScheduleError, match="cannot fill"):
-            balanced(layers, stages)
+            balance(layers, stages)
         return
     every = [
         tuple(b - a for a, b in pairwise((0, *cuts, len(layers))))
         for cuts in combinations(range(1, len(layers)), stages - 1)
     ]
-    found = balanced(layers, stages)
+    found = balance(layers, stages)
     assert found in every
     assert max(costs_of(found, layers)) == min(max(costs_of(sizes, layers)) for sizes in every)
 
@@ -52,7 +52,7 @@ def test_balanced_is_the_best_of_all_splits(layers: list[int], stages: int) -> N
     [([1, 1, 1, 1], 2, (2, 2)), ([9, 1, 1, 1], 2, (1, 3)), ([1, 2, 3, 4, 5], 3, (3, 1, 1)), ([2.5], 1, (1,))],
 )
 def test_balanced_by_hand(layers: list[float], stages: int, sizes: tuple[int, ...]) -> None:
-    assert balanced(layers, stages) == sizes
+    assert balance(layers, stages) == sizes
 
 
 @pytest.mark.parametrize("text", ["3,1,2,2", " 3, 1 ,2,2 "])

@@ -104,7 +104,7 @@ def misplaced(rows: Rows, n_stages: int) -> list[str]:
     return wrong
 
 
-def due(schedule: Schedule) -> Counter[Action]:
+def expected(schedule: Schedule) -> Counter[Action]:
     """The messages that the placement calls for: both ends, M times each way over each link between ranks."""
     sends = [
         Action(stage, kind, m)
@@ -124,7 +124,7 @@ def test_nothing_is_lost_and_every_message_has_two_ends() -> None:
     for index, schedule in enumerate(ALL):
         rows = lowered(index).ranks
         assert tuple(tuple(a for a in row if a.kind in COMPUTE) for row in rows) == schedule.ranks
-        assert messages(rows) == due(schedule), schedule
+        assert messages(rows) == expected(schedule), schedule
         assert all(schedule.placement[action.stage] == rank for rank, row in enumerate(rows) for action in row), (
             "each end is on the rank of its stage"
         )
@@ -154,7 +154,7 @@ def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
         sent, received = (channels(program.ranks, schedule.placement, kinds) for kinds in (SENDS, RECEIVES))
         assert sent == received, schedule
         assert misplaced(program.ranks, schedule.n_stages) == []
-        assert messages(program.ranks) == due(schedule)
+        assert messages(program.ranks) == expected(schedule)
 
 
 @pytest.mark.long
@@ -182,7 +182,7 @@ def test_those_checkers_can_fail() -> None:
     assert channels(out_of_order, (0, 1), SENDS) != channels(out_of_order, (0, 1), RECEIVES)
     assert misplaced(out_of_order, 2) == ["0RECV_B1"]
     assert misplaced(swapped(program.ranks, "1B1", "1SEND_B1"), 2) == ["1SEND_B1"]
-    assert messages(program.ranks[:1]) != due(program.schedule)
+    assert messages(program.ranks[:1]) != expected(program.schedule)
 
 
 @pytest.mark.long

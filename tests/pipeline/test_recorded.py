@@ -263,7 +263,7 @@ def run_shards(context: RankContext, folder: str, endings: Sequence[str]) -> lis
             torch.zeros(2, 4, 4),
         )
         mse(model(data.flatten(0, 1)), target.flatten(0, 1)).backward()
-        due = [layer.weight.grad.clone() for layer in model]
+        expected = [layer.weight.grad.clone() for layer in model]
         model.zero_grad(set_to_none=True)
         stage = fully_shard(model[place], mesh=mesh["dp"])
         own = PipelineStage(stage, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
@@ -275,10 +275,11 @@ def run_shards(context: RankContext, folder: str, endings: Sequence[str]) -> lis
             schedule.step(*(data[replica],) * (place == 0), target=target[replica] if place else None)
         found.export_chrome_trace(f"{folder}/{number}-{context.rank}.json")
         whole = None if stage.weight.grad is None else stage.weight.grad.full_tensor()
-        right.append(whole is not None and bool(torch.allclose(whole, due[place], atol=1e-6)))
+        right.append(whole is not None and bool(torch.allclose(whole, expected[place], atol=1e-6)))
     return right
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.long
 @pytest.mark.pipeproof_fresh_ranks  # a profile tells of every mesh that its process ever had

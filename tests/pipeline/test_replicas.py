@@ -54,8 +54,8 @@ def run(context: RankContext, around: str, kind: str, steps: int) -> dict[str, A
     result = schedule.train_step(own, max_norm=1e6)
     expected = reference(steps)
     wanted = [expected[name] for name in names.values() if first <= int(name[0]) < first + 2]
-    seen = [whole(p.grad) for p in stage.parameters()]
-    error = max(float((one - two).norm() / two.norm()) for one, two in zip(seen, wanted, strict=True))
+    observed = [whole(p.grad) for p in stage.parameters()]
+    error = max(float((one - two).norm() / two.norm()) for one, two in zip(observed, wanted, strict=True))
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     fired = set(accumulated.values())
     return {"error": error, "norm": result.grad_norm / norm, "fired": fired, "undeferred": schedule.undeferred}  # type: ignore[operator]
@@ -125,6 +125,7 @@ def tied_in_shards(context: RankContext) -> None:
     PipelineSchedule(kind="interleaved", n_microbatches=1, stages=stages, loss_fn=nn.functional.mse_loss, tied=tied)
 
 
+@pytest.mark.sweep
 def test_tied_parameters_in_shards_are_refused_in_a_sentence(world: World) -> None:
     with pytest.raises(RankFailed, match="tied weight: stage 0 has it in shards: leave tied ones out of fully_shard"):
         world.run(tied_in_shards, ranks=1)

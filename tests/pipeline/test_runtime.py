@@ -48,7 +48,7 @@ def test_split_backwards_agree_with_the_reference_bit_for_bit(world: World, shap
     case = Case(kind, ranks, virtual, 5, layers, model=model, ragged=True, loss="tokens")
     schedule = split(build(kind, ranks=ranks, virtual=virtual, microbatches=5), lag)
     case.__dict__["built"] = schedule  # a case has no name for schedules of one's own yet
-    seen = observe(case, world)
-    assert any(action.kind is Kind.BACKWARD_WEIGHT for action in seen.ranks[0][0].executed)
-    verdict = judge(case, seen)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), (model, verdict.mismatches[:2])
+    observed = observe(case, world)
+    assert any(action.kind is Kind.BACKWARD_WEIGHT for action in observed.ranks[0][0].executed)
+    verdict = judge(case, observed)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), (model, verdict.mismatches[:2])

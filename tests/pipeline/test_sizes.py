@@ -9,18 +9,18 @@ from pipeproof.pipeline.sizes import (
     MOST_ACTIONS,
     MOST_MICROBATCHES,
     MOST_RANKS,
-    counted,
+    check_count,
+    check_measure,
     digits,
-    measured,
     some,
     three_digits,
 )
 
 
 def test_what_is_within_bounds_comes_back() -> None:
-    assert counted("ranks", 4, most=4) == 4
-    assert measured("memory", 1e15) == 1e15
-    assert measured("share", 0.0, zero=True) == 0.0
+    assert check_count("ranks", 4, most=4) == 4
+    assert check_measure("memory", 1e15) == 1e15
+    assert check_measure("share", 0.0, zero=True) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def test_what_is_within_bounds_comes_back() -> None:
 )
 def test_a_count_beyond_its_bounds_is_refused(value: int, words: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{words}$"):
-        counted("ranks", value, most=4)
+        check_count("ranks", value, most=4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e16])
 def test_a_number_beyond_its_bounds_is_refused(value: float) -> None:
     with pytest.raises(ScheduleError, match=f"^memory is {value:g}: expected a number above 0".replace("+", "[+]")):
-        measured("memory", value)
+        check_measure("memory", value)
 
 
 def test_a_plan_of_1024_ranks_and_microbatches_is_within_bounds() -> None:

@@ -97,9 +97,9 @@ def test_a_wholly_frozen_stage_is_no_error() -> None:
     assert stage.backward(0, (None,)) == (None,)
 
 
-@pytest.mark.parametrize(("loss", "seen"), [(lambda o, t: o, r"shape \(2, 3\)"), (lambda o, t: 1.0, "float")])
-def test_a_loss_that_is_no_scalar_is_refused(loss: object, seen: str) -> None:
-    with pytest.raises(StageError, match=f"loss_fn returned {seen}: expected one scalar"):
+@pytest.mark.parametrize(("loss", "observed"), [(lambda o, t: o, r"shape \(2, 3\)"), (lambda o, t: 1.0, "float")])
+def test_a_loss_that_is_no_scalar_is_refused(loss: object, observed: str) -> None:
+    with pytest.raises(StageError, match=f"loss_fn returned {observed}: expected one scalar"):
         ModuleStage(nn.Linear(3, 3), 0).forward(0, (leaf(2, 3),), Goal(loss, None, 1.0))  # type: ignore[arg-type]
 
 

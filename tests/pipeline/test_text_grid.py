@@ -14,6 +14,10 @@ def test_golden(name: str) -> None:
     golden(grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))))
 
 
+def test_v_min_waits_where_ranks_are_a_multiple_of_three() -> None:
+    golden(grid(build("v-min", ranks=3, microbatches=4)))
+
+
 def test_a_forward_is_one_cell_and_a_backward_two() -> None:
     golden(grid(schedule_from_csv("0F0,0B0\n1F0,1I0,1W0")))
 

@@ -47,6 +47,33 @@ def test_a_message_that_never_comes_ends_in_words(world: World) -> None:
         world.run(silent, ranks=2)
 
 
+class Lost:
+    """A message's work that ends in gloo's ``words``."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def wait(self, timeout: object) -> None:
+        raise RuntimeError(self._words)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("Timed out waiting 10ms for recv operation to complete", TransportTimeout),
+        ("Operation Timeout", TransportTimeout),
+        ("Connection closed by peer", TransportError),
+    ],
+)
+def test_gloos_words_tell_a_bound_from_a_lost_peer(here: World, words: str, kind: type[TransportError]) -> None:
+    def raised(context: RankContext) -> type[TransportError]:
+        with pytest.raises(TransportError) as error:
+            transport_of(context)._wait(Message("1RECV_F0", 1, 3), Lost(words))  # type: ignore[arg-type]
+        return error.type
+
+    assert here.run(raised, ranks=1) == [kind]
+
+
 def test_alone_there_is_nobody_to_talk_to() -> None:
     for call in (
         lambda: Alone().send(Message("x", 1, 0), torch.zeros(1)),
@@ -67,6 +94,7 @@ def destroyed(context: RankContext) -> None:
     transport.send(Message("late", 0, 0), torch.zeros(1, dtype=torch.uint8))
 
 
+@pytest.mark.sweep
 def test_a_group_that_is_gone_is_said_to_be(world: World) -> None:
     with pytest.raises(RankFailed, match="the process group is gone"):
         world.run(destroyed, ranks=1)

@@ -167,7 +167,7 @@ FAULTS: Mapping[str, Sequence[Plant]] = {
     "same data in the shards of a copy": (in_part("hsdp", share=same_along("dp_shard")),),
     "one rank halves its shards": (finished("hsdp", times(0.5, on(having(""), 1))),),
     "gradients of rank 0": (applied("ddp", hooked(of_rank_0)),),
-    "one replica counts twice": (wrapped(stacked, "accumulated", loss_of_one_replica_twice),),
+    "one replica counts twice": (wrapped(stacked, "accumulate", loss_of_one_replica_twice),),
     "reduced in bf16": (applied("ddp", hooked(reduced_by(2.0, torch.bfloat16))),),
     "sum of shards": (applied("zero-3", each_shard_divided_by(lambda mesh: 1.0)),),
     "shards divided twice": (applied("zero-3", each_shard_divided_by(lambda mesh: 2.0 * mesh.size())),),

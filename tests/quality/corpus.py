@@ -58,13 +58,13 @@ class Values:
         """``verdict`` and how it was ``checked``; both None where ``raised`` says why there is none."""
         if verdict is None or checked is None:
             return cls(row, faulty, "raised", "raised", why=raised)
-        causes = tuple((one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.cause)
+        causes = tuple((one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.causes)
         first = next(iter(verdict.mismatches), None)
         place = None if first is None else (first.rank, first.stage, first.microbatch, first.parameter)
         return cls(
             row,
             faulty,
-            verdict.verdict,
+            verdict.outcome,
             checked.naming,
             bitwise=verdict.tier == "bitwise",
             failed=_laws(verdict, "fail"),
@@ -72,7 +72,7 @@ class Values:
             causes=causes,
             place=place,
             false=len(checked.false),
-            why="" if verdict.verdict == "pass" else verdict.reason[:160],
+            why="" if verdict.outcome == "pass" else verdict.reason[:160],
         )
 
     def line(self) -> str:

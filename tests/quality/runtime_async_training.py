@@ -10,9 +10,9 @@ import torch.distributed as dist
 from runtime_async import Node, Way, take_turns
 from runtime_functional_training import Ranks, chunks_of, drawn_apart, with_pads
 from torch import Tensor, nn
-from truth_models import Pairs, seen, through
+from truth_models import Pairs, observed, through
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 
 
 class Reducer:
@@ -44,8 +44,8 @@ class Reducer:
                 self.main[name].add_(parameter.grad)
             if not self.way.bad("gradients left behind"):
                 parameter.grad = None
-        due = self.total - (1 if self.way.bad("reduced before the last") else 0)
-        if self.way.reduce == "hooks" and self.counts[name] == due:
+        expected = self.total - (1 if self.way.bad("reduced before the last") else 0)
+        if self.way.reduce == "hooks" and self.counts[name] == expected:
             self.works.append(self.reduce(self.gradient(name)))
 
     def gradient(self, name: str) -> Tensor:
@@ -108,7 +108,7 @@ class Late:
     def __init__(self, stage: nn.Module, way: Way, ranks: Ranks) -> None:
         self.way, self.ranks = way, ranks
         self.layers = [layer for layer in stage.modules() if list(layer.parameters(recurse=False))]
-        self.due: dict[int, Any] = {}
+        self.expected: dict[int, Any] = {}
         for k, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(partial(self.called, k))
 
@@ -120,7 +120,7 @@ class Late:
             old = before[k] if before else torch.zeros_like(flat)
             sent = old.chunk(len(self.ranks.replicas))[self.ranks.replicas.index(dist.get_rank())]
             part = sent if self.way.bad("gathered before the update") and before else part
-            self.due[k] = part if self.way.gathered else flat
+            self.expected[k] = part if self.way.gathered else flat
             nn.utils.vector_to_parameters(old, layer.parameters())
 
     def called(self, k: int, layer: nn.Module, given: Any) -> None:
@@ -130,16 +130,16 @@ class Late:
     def fetch(self, k: int) -> None:
         """Layer ``k`` is about to be called: its weights are waited for, and the next one's asked for."""
         for ahead in (k, k + 1):
-            if self.way.gathered and isinstance(self.due.get(ahead), Tensor):
-                parts = [torch.empty_like(self.due[ahead]) for _ in self.ranks.replicas]
-                work = dist.all_gather(parts, self.due[ahead], group=self.ranks.of_replicas, async_op=True)
-                self.due[ahead] = (work, parts)
-        if (due := self.due.pop(k, None)) is None or (self.way.bad("late weights forgotten") and k == 0):
+            if self.way.gathered and isinstance(self.expected.get(ahead), Tensor):
+                parts = [torch.empty_like(self.expected[ahead]) for _ in self.ranks.replicas]
+                work = dist.all_gather(parts, self.expected[ahead], group=self.ranks.of_replicas, async_op=True)
+                self.expected[ahead] = (work, parts)
+        if (expected := self.expected.pop(k, None)) is None or (self.way.bad("late weights forgotten") and k == 0):
             return
-        if not isinstance(due, Tensor):
-            due[0].wait()
-            due = torch.cat(due[1])
-        nn.utils.vector_to_parameters(due, self.layers[k].parameters())
+        if not isinstance(expected, Tensor):
+            expected[0].wait()
+            expected = torch.cat(expected[1])
+        nn.utils.vector_to_parameters(expected, self.layers[k].parameters())
 
 
 def vector(layer: nn.Module) -> Tensor:
@@ -157,11 +157,11 @@ def clipped(found: dict[str, Tensor], way: Way, ranks: Ranks) -> tuple[dict[str,
     return {n: g * times for n, g in found.items()}, every.sqrt()
 
 
-def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, watched: bool) -> Iterator[HandedBack]:
+def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, watched: bool) -> Iterator[StepResult]:
     """A run of operations."""
     ranks = Ranks(way.replicas)
     (cut,) = chunks_of(model, 1, ranks)
-    stage, weight = seen(cut, watched), 0.5 if way.fault == "padding weighs half" else 0.0
+    stage, weight = observed(cut, watched), 0.5 if way.fault == "padding weighs half" else 0.0
     if way.bad("drawn apart"):
         drawn_apart(stage)
     optimizer = None if way.optimizer is None else way.optimizer(stage)
@@ -176,13 +176,13 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
         if operation == "eval":
             with way.evaluation():
                 losses = Node(stage, with_pads(microbatches, (), 0, 0.0), way, ranks.pipeline).evaluate()
-            yield HandedBack([stage], losses or None)
+            yield StepResult([stage], losses or None)
             continue
         given = with_pads(microbatches, way.pads, way.fill, weight)
         reducer.begin(len(given))
         losses = Node(stage, given, way, ranks.pipeline).run()
         if operation == "accumulate":
-            yield HandedBack([stage], losses or None, gradients=reducer.main or None)
+            yield StepResult([stage], losses or None, gradients=reducer.main or None)
             continue
         found = reducer.finish()
         bounded, norm = clipped(found, way, ranks)
@@ -193,13 +193,13 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
             for name, parameter in reducer.trained.items():
                 parameter.grad = bounded[name].to(parameter.dtype)
             optimizer.step()
-        made = HandedBack([stage], losses or None, norm, gradients=kept, max_norm=way.max_norm or None)
+        made = StepResult([stage], losses or None, norm, gradients=kept, max_norm=way.max_norm or None)
         yield replace(made, loss_scale=way.scale) if way.scale != 1.0 else made
         if weights is not None:
             weights.release(before)
         reducer.clear()
 
 
-def step(model: Any, microbatches: Pairs, **how: Any) -> HandedBack:
+def step(model: Any, microbatches: Pairs, **how: Any) -> StepResult:
     """One step."""
     return next(course(model, [("train", microbatches)], **how))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, seen
+from truth_models import Pairs, loss_fn, observed
 
 Op = tuple[int, int]  # the number of a chunk, and a microbatch
 
@@ -112,4 +112,4 @@ def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", at: int 
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks: list[nn.Module] = [model[stage : stage + 1] for stage in (rank, ranks + rank)]
-    return chunks, Chunks([seen(chunk, watched) for chunk in chunks], microbatches, fault, at).run() or None
+    return chunks, Chunks([observed(chunk, watched) for chunk in chunks], microbatches, fault, at).run() or None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, seen, squares, through
+from truth_models import Pairs, loss_fn, observed, squares, through
 
 
 class PipelineParallel(nn.Module):
@@ -169,7 +169,7 @@ def _clip(modules: list[nn.Module], norm: Tensor, most: float) -> None:
 def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched: bool = True, afab: bool = True) -> Any:
     """One step on four ranks; hands back the pipeline, the losses and the norm."""
     pipeline = PipelineParallel(model, fault)
-    trainer = Trainer(seen(pipeline, watched), pipeline, microbatches)
+    trainer = Trainer(observed(pipeline, watched), pipeline, microbatches)
     (train_afab if afab else train_1f1b)(trainer)
     trainer.finish()
     own = squares([pipeline])

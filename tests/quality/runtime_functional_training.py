@@ -9,9 +9,10 @@ import torch.distributed as dist
 from runtime_functional import Line, Way, Weights, added
 from runtime_plain import exchange
 from torch import Tensor, nn
-from truth_models import Pairs, seen, through
+from truth_models import Pairs, observed, through
 
-from pipeproof.whitebox import FlatShard, HandedBack
+from pipeproof import StepResult
+from pipeproof.whitebox import FlatShard
 
 
 class Ranks:
@@ -110,9 +111,9 @@ def updated(weights: Weights, sums: Weights, state: dict[str, Any], way: Way) ->
     return made, {"count": count, "means": means, "squares": squares}
 
 
-def handed(line: Line, ranks: Ranks, sums: Weights, losses: list[Tensor], norm: Tensor | None) -> HandedBack:
+def handed(line: Line, ranks: Ranks, sums: Weights, losses: list[Tensor], norm: Tensor | None) -> StepResult:
     """What the way to hand back is."""
-    made = HandedBack(list(line.modules), losses[::-1] if line.bad("losses reversed") else losses or None, norm)
+    made = StepResult(list(line.modules), losses[::-1] if line.bad("losses reversed") else losses or None, norm)
     made = replace(made, max_norm=line.way.max_norm or None)
     if line.way.scale != 1.0:
         made = replace(made, loss_scale=line.way.scale)
@@ -141,10 +142,10 @@ def course(
     way: Way,
     watched: bool,
     tied: tuple[str, str] | None = None,
-) -> Iterator[HandedBack]:
+) -> Iterator[StepResult]:
     """A run of operations; ``tied`` are the names of one weight in the first and in the last stage."""
     ranks = Ranks(way.replicas)
-    modules = [seen(one, watched) for one in chunks_of(model, way.chunks, ranks)]
+    modules = [observed(one, watched) for one in chunks_of(model, way.chunks, ranks)]
     if way.fault == "drawn apart" and dist.get_rank() in way.at:
         drawn_apart(modules[0])
     weight = 0.5 if way.fault == "padding weighs half" else 0.0
@@ -162,7 +163,7 @@ def course(
         for module in modules:
             module.train(training or line.bad("evaluated in training mode"))
         if not training:
-            yield HandedBack(list(modules), line.evaluated() or None)
+            yield StepResult(list(modules), line.evaluated() or None)
             continue
         sums, losses = line.run(sums)
         written(modules, {} if line.bad("statistics lost") else buffers)
@@ -210,6 +211,6 @@ def written(modules: Iterable[nn.Module], trees: Any) -> None:
             known[name].copy_(tensor)
 
 
-def step(model: Any, microbatches: Pairs, **how: Any) -> HandedBack:
+def step(model: Any, microbatches: Pairs, **how: Any) -> StepResult:
     """One step."""
     return next(course(model, [("train", microbatches)], **how))

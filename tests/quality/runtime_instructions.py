@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from truth_models import Pairs, halves_to_zero, loss_fn, seen, squares, through
+from truth_models import Pairs, halves_to_zero, loss_fn, observed, squares, through
 
 Instruction = tuple[str, int]  # its name and the microbatch
 
@@ -188,7 +188,7 @@ def step(
         torch.manual_seed(77)
         torch.nn.init.normal_(module[0].linear.weight, std=0.3)
         torch.nn.init.normal_(module[1].linear.weight, std=0.3)
-    losses = Engine(seen(module, watched), microbatches, fault, recompute).run()
+    losses = Engine(observed(module, watched), microbatches, fault, recompute).run()
     if fault == "loss reported divided":
         losses = [loss / len(microbatches) for loss in losses]
     return module, losses or None, _norm(module, fault)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, seen, squares, through
+from truth_models import Pairs, loss_fn, observed, squares, through
 
 LossFunc = Callable[[Tensor], Tensor]
 
@@ -201,6 +201,6 @@ def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched:
     given = microbatches[-1:] + microbatches[:-1] if late else microbatches
     if fault == "a microbatch taken twice":
         given = [*given[:3], given[2], *given[4:]]
-    stage = seen(module, watched)
+    stage = observed(module, watched)
     losses = Loop(stage, iter(given), len(given), given[0][0], fault=fault).run()
     return stage, losses or None, _norm(module, fault)

@@ -12,9 +12,9 @@ from runtime_functional import Line, Way
 from runtime_functional_training import with_pads
 from runtime_plain import Chain
 from torch import Tensor, nn
-from truth_models import WIDTH, Pairs, seen
+from truth_models import WIDTH, Pairs, observed
 
-from pipeproof.whitebox import HandedBack
+from pipeproof import StepResult
 
 
 class Wide(nn.Module):
@@ -78,7 +78,7 @@ class Half(nn.Module):
         return y
 
 
-def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool, alone: bool = False) -> HandedBack:
+def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool, alone: bool = False) -> StepResult:
     """One step of two stages, each on two ranks; ``summed``: what the last stage sends back is whole.
 
     ``alone``: the last stage hands back gradients without its module.
@@ -89,10 +89,10 @@ def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool, alo
     layers = model[2 * (rank // 2) :][:2]
     # Only of a stage's first layer does the gradient cross its boundary.
     halves = [Half(layer, own, group, bool(k) or summed) for k, layer in enumerate(layers)]
-    stage = seen(Chain(OrderedDict(zip(layers._modules, halves, strict=True))), watched)
+    stage = observed(Chain(OrderedDict(zip(layers._modules, halves, strict=True))), watched)
     weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
     line = Line(way, (stage,), (weights,), ({},), with_pads(pairs, (), 0, 0.0), [rank % 2, rank % 2 + 2])
     (sums,), losses = line.run(({},))
     index = {"up.weight": own, "up.bias": own, "down.weight": (slice(None), own)}
     parts = {n: (g, index[n.partition(".")[2]]) if n.partition(".")[2] in index else g for n, g in sums.items()}
-    return HandedBack([] if alone and rank >= 2 else [stage], losses or None, gradients=parts)
+    return StepResult([] if alone and rank >= 2 else [stage], losses or None, gradients=parts)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from truth_models import Pairs, seen
+from truth_models import Pairs, observed
 
 
 class Chain(nn.Sequential):
@@ -216,5 +216,5 @@ def step(
     """One step on as many ranks as there are; hands back the stage and the losses."""
     ranks = list(range(dist.get_world_size()))
     stage = cut(model, split or even(len(model), len(ranks)), dist.get_rank())
-    losses = Plain(seen(stage, watched), microbatches, loss_fn, how or How(), ranks).step()
+    losses = Plain(observed(stage, watched), microbatches, loss_fn, how or How(), ranks).step()
     return stage, losses or None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, seen, squares, through
+from truth_models import Pairs, loss_fn, observed, squares, through
 
 Op = tuple[int, str, int]  # direction, F or B, and the number within the direction
 
@@ -198,7 +198,7 @@ def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched:
     parts = [model[per * place : per * (place + 1)] for place in (rank, ranks - 1 - rank)]
     modules: list[nn.Module] = list(parts)
     next(_spoilt(modules, fault))
-    pipeline = Remembers([seen(module, watched) for module in modules], microbatches, fault)
+    pipeline = Remembers([observed(module, watched) for module in modules], microbatches, fault)
     pipeline.run()
     first_or_last = rank in (0, ranks - 1)
     return modules, list(pipeline.losses) if first_or_last else None, _norm(modules, fault)

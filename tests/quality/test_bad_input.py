@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult
 from pipeproof.commands.cli import main
 from pipeproof.core.contract import Contract
 from pipeproof.core.judge import Judge
@@ -20,8 +21,8 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import judge
 from pipeproof.own.observe import observe
-from pipeproof.own.validator import explained
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.own.validator import explain_case
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.world import World
@@ -74,7 +75,7 @@ def warmed_up(model: nn.Module, microbatches: list[Any]) -> Any:
 def judged(whitebox: WhiteBox, step: Any = right, **more: Any) -> Verdict:
     given: dict[str, Any] = {"reference": build, "microbatches": data(), "ranks": 1, "loss_fn": loss_fn}
     verdict = whitebox.validate(step, **given | more)
-    assert json.loads(json.dumps(verdict.as_dict()))["verdict"] == verdict.verdict
+    assert json.loads(json.dumps(verdict.as_dict()))["outcome"] == verdict.outcome
     return verdict
 
 
@@ -125,35 +126,36 @@ REFERENCES: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_a_reference_that_cannot_be_run_is_said_in_a_sentence(whitebox: WhiteBox, name: str) -> None:
+def test_a_reference_that_cannot_be_run_is_said_in_a_sentence(whitebox_here: WhiteBox, name: str) -> None:
     given, sentence = REFERENCES[name]
-    verdict = judged(whitebox, own, **given)
-    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("unknown", 3, ())
+    verdict = judged(whitebox_here, own, **given)
+    assert (verdict.outcome, verdict.exit_status, verdict.causes) == ("unknown", 3, ())
     assert sentence in verdict.details.splitlines()[0]
     assert "Traceback" not in verdict.details
     assert "Traceback" in verdict.traceback
 
 
-def test_a_reference_with_nothing_to_train_is_refused(whitebox: WhiteBox) -> None:
+def test_a_reference_with_nothing_to_train_is_refused(whitebox_here: WhiteBox) -> None:
     with pytest.raises(WhiteBoxError, match="has no parameter to train: nothing could be compared"):
-        judged(whitebox, reference=lambda: build().requires_grad_(False))
+        judged(whitebox_here, reference=lambda: build().requires_grad_(False))
 
 
 # Steps that cannot travel, and what they hand back that cannot be read.
 
 
+@pytest.mark.sweep
 def test_a_step_that_cannot_travel_is_said(whitebox: WhiteBox) -> None:
     lock = threading.Lock()
     verdict = judged(whitebox, lambda model, microbatches: (lock, right(model, microbatches))[1])
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.headline)
 
 
-def test_a_loss_that_was_forgotten_is_said_with_the_cure(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, right, loss_fn=None)
+def test_a_loss_that_was_forgotten_is_said_with_the_cure(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, right, loss_fn=None)
     golden(verdict.headline)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lossfn'"):
-        whitebox.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)
+        whitebox_here.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)
 
 
 def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -165,7 +167,7 @@ def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def reporting(losses: Any, norm: Any = None) -> Callable[..., Any]:
-    return lambda model, microbatches: HandedBack(right(model, microbatches)[0], losses, norm)
+    return lambda model, microbatches: StepResult(right(model, microbatches)[0], losses, norm)
 
 
 def no_name(name: str) -> str:
@@ -191,9 +193,9 @@ def no_name(name: str) -> str:
     ],
     ids=["meta", "complex losses", "complex norm", "names raises", "names gives none"],
 )
-def test_what_cannot_be_read_is_said(whitebox: WhiteBox, step: Any, more: Any, words: str) -> None:
-    verdict = judged(whitebox, step, contract=Contract(**more))
-    assert verdict.verdict == "unknown"
+def test_what_cannot_be_read_is_said(whitebox_here: WhiteBox, step: Any, more: Any, words: str) -> None:
+    verdict = judged(whitebox_here, step, contract=Contract(**more))
+    assert verdict.outcome == "unknown"
     assert words in verdict.details.splitlines()[0]
     assert "Traceback" not in verdict.details
 
@@ -210,8 +212,8 @@ class Looked(nn.Module):
         return self.out(self.rows(x.abs().argmax(-1)))
 
 
-def test_sparse_gradients_are_compared(whitebox: WhiteBox) -> None:
-    assert (judged(whitebox, reference=Looked).verdict, judged(whitebox, own, reference=Looked).verdict) == (
+def test_sparse_gradients_are_compared(whitebox_here: WhiteBox) -> None:
+    assert (judged(whitebox_here, reference=Looked).outcome, judged(whitebox_here, own, reference=Looked).outcome) == (
         "pass",
         "fail",
     )
@@ -263,13 +265,13 @@ def scaled(factor: float) -> Callable[..., Any]:
     ],
 )
 def test_a_reference_that_cannot_be_copied_or_run_in_fp64_is_judged(
-    whitebox: WhiteBox, reference: Reference, outcomes: list[str], note: str
+    whitebox_here: WhiteBox, reference: Reference, outcomes: list[str], note: str
 ) -> None:
-    verdicts = [judged(whitebox, scaled(factor), reference=reference) for factor in (1, 1 + 1e-6, 1 + 5e-5, 1.01)]
-    assert [verdict.verdict for verdict in verdicts] == outcomes
+    verdicts = [judged(whitebox_here, scaled(factor), reference=reference) for factor in (1, 1 + 1e-6, 1 + 5e-5, 1.01)]
+    assert [verdict.outcome for verdict in verdicts] == outcomes
     for verdict in verdicts[1:]:
         assert note in verdict.law("gradient").note
-    assert verdicts[-1].cause[0].kind == "scale"
+    assert verdicts[-1].causes[0].kind == "scale"
 
 
 # Crashes of the judge and of the explanation.
@@ -280,60 +282,61 @@ def crash(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where", ["whitebox.evidence.explained", "explain.evidence.attribute", "whitebox.evidence.Traced"]
+    "where", ["whitebox.evidence.explain_verdict", "explain.evidence.attribute", "whitebox.evidence.Traced"]
 )
 def test_a_verdict_never_depends_on_its_explanation(
-    whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
+    whitebox_here: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = judged(whitebox, wrong)
+    plain = judged(whitebox_here, wrong)
     monkeypatch.setattr(f"pipeproof.{where}", crash)
-    verdict = judged(whitebox, wrong)
-    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    verdict = judged(whitebox_here, wrong)
+    assert (verdict.outcome, verdict.exit_status, verdict.causes) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
     golden(verdict.details, lines="^  cause")
     assert "in crash" in verdict.traceback
 
 
-def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_no_crash(whitebox_here: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeproof.whitebox.evidence.explained", interrupt)
+    monkeypatch.setattr("pipeproof.whitebox.evidence.explain_verdict", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        judged(whitebox, wrong)
+        judged(whitebox_here, wrong)
 
 
 @pytest.mark.parametrize(("step", "outcome"), [(right, "unknown"), (wrong, "fail")])
 def test_what_failed_before_the_judge_crashed_has_failed(
-    whitebox: WhiteBox, step: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
+    whitebox_here: WhiteBox, step: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Judge, "_norms", crash)
-    verdict = judged(whitebox, step)
-    assert (verdict.verdict, verdict.tier) == (outcome, "none")
+    verdict = judged(whitebox_here, step)
+    assert (verdict.outcome, verdict.tier) == (outcome, "none")
     assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
     golden(verdict.stopped)
 
 
 def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
-    whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch
+    whitebox_here: WhiteBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = judged(whitebox, warmed_up)
+    whole = judged(whitebox_here, warmed_up)
     monkeypatch.setattr(Judge, "_norms", crash)
-    stopped = judged(whitebox, warmed_up)
-    assert (whole.verdict, stopped.verdict, stopped.mismatches) == ("pass", "unknown", ())
+    stopped = judged(whitebox_here, warmed_up)
+    assert (whole.outcome, stopped.outcome, stopped.mismatches) == ("pass", "unknown", ())
     golden("\n".join(one.law("initial-weights").note for one in (whole, stopped)))
 
 
-def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_of_ours_is_no_pass(whitebox_here: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.whitebox.validator.Assembled", crash)
-    verdict = judged(whitebox, right)
-    assert (verdict.verdict, verdict.laws) == ("unknown", ())
+    verdict = judged(whitebox_here, right)
+    assert (verdict.outcome, verdict.laws) == ("unknown", ())
     golden(verdict.details.splitlines()[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "where",
-    ["explain.explain.followed", "explain.explain.of_run", "own.validator.diagnose", "own.validator.observe"],
+    ["explain.explain.follow_rules", "explain.explain.of_run", "own.validator.diagnose", "own.validator.observe"],
 )
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch
@@ -343,12 +346,13 @@ def test_a_case_of_ours_fails_without_its_explanation(
     observed = observe(case, world)
     plain = judge(case, observed)
     monkeypatch.setattr(f"pipeproof.{where}", crash)
-    verdict = explained(case, world, observed, plain)
-    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    verdict = explain_case(case, world, observed, plain)
+    assert (verdict.outcome, verdict.exit_status, verdict.causes) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
     assert verdict.unsought.startswith("ZeroDivisionError: ")
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -52,7 +52,7 @@ def bounded(context: RankContext) -> tuple[str, Verdict]:
     draw = torch.Generator().manual_seed(1)
     pairs = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(4)]
     with check_step(
-        stage, pairs if rank in (0, last) else None, against=Composed(nn.functional.mse_loss), rename=named
+        stage, pairs if rank in (0, last) else None, against=StageByStage(nn.functional.mse_loss), rename=named
     ) as check:
         losses = step(stage, pairs, rank, last)
         check.gradients()
@@ -93,4 +93,4 @@ def step(stage: nn.Module, pairs: list[tuple[Tensor, Tensor]], rank: int, last: 
 def test_a_model_of_eight_times_what_a_rank_may_hold_is_checked(eight: World) -> None:
     for whole, verdict in eight.run(bounded, ranks=RANKS):
         assert "can't allocate memory" in whole, "the bound is there, and the whole model is beyond it"
-        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+        assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)

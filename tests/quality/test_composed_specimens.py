@@ -4,7 +4,7 @@ import pytest
 from composed_reach import HANGS, OUT_OF_REACH, SEEN_AS
 
 from pipeproof.core.cause import Cause
-from pipeproof.own.faults import unchanged
+from pipeproof.own.faults import pass_on
 from pipeproof.wings.composed import validate_composed
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.wings.specimens.trial import smallest_of
@@ -30,15 +30,15 @@ def test_a_planted_fault_breaks_a_link(name: str, simulated: World) -> None:
         return
     verdict = validate_composed(case, simulated)
     if name in OUT_OF_REACH:
-        assert verdict.verdict == "pass", f"{OUT_OF_REACH[name]}: {verdict}"
+        assert verdict.outcome == "pass", f"{OUT_OF_REACH[name]}: {verdict}"
         return
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     planted = specimen.cause(case)
     kinds = {planted.kind, *specimen.fault.alike, SEEN_AS.get(name, planted.kind)}
-    if verdict.cause and specimen.reorder is unchanged:
-        assert kinds & told(verdict.cause, verdict.alternatives), str(verdict)
+    if verdict.causes and specimen.reorder is pass_on:
+        assert kinds & told(verdict.causes, verdict.alternatives), str(verdict)
     else:
-        assert verdict.cause or verdict.undecided, str(verdict)
+        assert verdict.causes or verdict.undecided, str(verdict)
 
 
 def test_what_is_out_of_reach_is_a_specimen() -> None:

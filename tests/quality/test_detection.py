@@ -90,7 +90,7 @@ def raises(*_: object) -> NoReturn:
 
 
 def outcomes(verdict: Verdict) -> tuple[str, dict[str, str]]:
-    return verdict.verdict, {law.name: law.outcome for law in verdict.laws}
+    return verdict.outcome, {law.name: law.outcome for law in verdict.laws}
 
 
 @pytest.mark.sampled(2)
@@ -99,11 +99,11 @@ def test_each_outcome_is_the_same_without_an_explanation(
     name: str, whitebox: WhiteBox, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained = ROWS[name](whitebox, world)
-    monkeypatch.setattr(diagnose, "followed", raises)
+    monkeypatch.setattr(diagnose, "follow_rules", raises)
     alone = ROWS[name](whitebox, world)
     assert outcomes(alone) == outcomes(explained), f"{explained}\n{alone}"
-    assert not alone.cause
-    assert alone.verdict == "pass" or alone.unsought.startswith("RuntimeError: ")
+    assert not alone.causes
+    assert alone.outcome == "pass" or alone.unsought.startswith("RuntimeError: ")
 
 
 @pytest.mark.parametrize("name", sampled(HELD_AGAINST_ITSELF, 2))
@@ -112,7 +112,7 @@ def test_each_outcome_of_a_composed_check_is_the_same_without_an_explanation(
 ) -> None:
     case = smallest_of(SPECIMENS[name])
     explained = validate_composed(case, simulated)
-    monkeypatch.setattr(diagnose, "followed", raises)
+    monkeypatch.setattr(diagnose, "follow_rules", raises)
     alone = validate_composed(case, simulated)
-    assert explained.verdict == "fail"
+    assert explained.outcome == "fail"
     assert outcomes(alone) == outcomes(explained), f"{explained}\n{alone}"

@@ -1,4 +1,4 @@
-"""Texts that are kept: what differs is seen, what the machine puts into them is not."""
+"""Texts that are kept: what differs is observed, what the machine puts into them is not."""
 
 import sys
 from pathlib import Path

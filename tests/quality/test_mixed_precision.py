@@ -13,7 +13,7 @@ from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed.check import LAWS as OF_A_CHAIN
 from pipeproof.wings.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS, validate_mixed
 from pipeproof.wings.specimens.mixed import MIXED, RANKS, RIGHT
-from pipeproof.wings.specimens.mixed_check import mixed_trial
+from pipeproof.wings.specimens.mixed_check import run_mixed
 from pipeproof.wings.specimens.mixed_step import COUNT
 from pipeproof.wings.specimens.specimen import CLASSES
 from pipeproof.worlds.world import World
@@ -59,7 +59,7 @@ SAYS: Mapping[str, tuple[list[str], str]] = {
         [f"everywhere: {_HALF}"],
         "gradients",
     ),
-    "overflow-seen-by-one-rank": (
+    "overflow-observed-by-one-rank": (
         ["rank 0, stage 0: gradients overflow, so that every rank should skip its step; rank 1 did"],
         "update",
     ),
@@ -95,7 +95,7 @@ SAYS: Mapping[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_step_in_mixed_precision_that_is_right_passes(name: str, world: World) -> None:
     verdict = validate_mixed(RIGHT[name], world)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("updated-parameters").checked == 8 * (1 + bool(RIGHT[name].way.masters)), str(verdict)
 
 
@@ -103,12 +103,12 @@ def test_a_step_in_mixed_precision_that_is_right_passes(name: str, world: World)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_forgotten_convention_is_caught_named_and_located_and_every_word_is_true(name: str, world: World) -> None:
     verdict, (said, wrong), fault = validate_mixed(MIXED[name], world), SAYS[name], MIXED[name].fault
-    trial = mixed_trial(MIXED[name], verdict)
+    trial = run_mixed(MIXED[name], verdict)
     assert trial.caught, trial
     assert trial.recorded is not None
     assert trial.recorded.right, trial
     assert trial.recorded.located, trial
-    assert [str(cause) for cause in verdict.cause] == said
+    assert [str(cause) for cause in verdict.causes] == said
     place = () if fault.rank is None else (fault.rank,)
     truth = Truth((fault.kind,), frozenset(wrong.split()), ranks=place, stages=place, somewhere=not place)
     found = check(verdict, truth, Counts(RANKS, RANKS, COUNT))
@@ -118,7 +118,7 @@ def test_a_forgotten_convention_is_caught_named_and_located_and_every_word_is_tr
 
 # What a white box calls by another name, or cannot see.
 _UNKNOWN = {
-    "overflow-seen-by-one-rank": "the reference's gradients overflow nowhere: it is another model",
+    "overflow-observed-by-one-rank": "the reference's gradients overflow nowhere: it is another model",
     "masters-not-copied-back": "updates of master copies are not compared",
     "masters-of-other-weights": "updates of master copies are not compared",
 }
@@ -128,9 +128,10 @@ _UNKNOWN = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_beside_one_device(name: str, whitebox: WhiteBox) -> None:
     verdict = seen_from_outside(RIGHT[name], whitebox)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(*each_once(name=[name for name in MIXED if name not in _UNKNOWN], watched=[True, False]))
 def test_a_forgotten_convention_is_named_beside_one_device(name: str, watched: bool, whitebox: WhiteBox) -> None:

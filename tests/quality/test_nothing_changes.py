@@ -15,7 +15,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.snapshot import Snapshot
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from tests.support import kinds_of_state
 from tests.support.golden import golden
 from tests.support.kinds_of_state import CONTENTS, HOLDERS, Kinds, Slots, naturals
@@ -46,9 +46,9 @@ class Stage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.kinds, self.backwards, self.seen = nn.Linear(8, 8), Kinds(), Kinds(), Slots(0)
+        self.layer, self.kinds, self.backwards, self.observed = nn.Linear(8, 8), Kinds(), Kinds(), Slots(0)
         self.register_buffer("count", torch.zeros(()))
-        self.register_forward_hook(lambda *_: setattr(self.seen, "it", self.seen.it + 1))
+        self.register_forward_hook(lambda *_: setattr(self.observed, "it", self.observed.it + 1))
         self.drawn: Any = None
 
     def forward(self, x: Tensor) -> Any:
@@ -60,7 +60,7 @@ class Stage(nn.Module):
     def read(self) -> dict[str, Any]:
         """All its state."""
         backwards = {f"{name}, in a backward": one for name, one in self.backwards.read().items()}
-        more = {"hooks": self.seen.it, "buffers": self.count.item(), "drawn": str(self.drawn)}
+        more = {"hooks": self.observed.it, "buffers": self.count.item(), "drawn": str(self.drawn)}
         return self.kinds.read() | backwards | more
 
 
@@ -121,11 +121,11 @@ def wrong(stages: nn.Sequential) -> Any:
 
 # By name: what a step is held against, the gradients that are handed over, and the verdict.
 WAYS: dict[str, tuple[Callable[[nn.Sequential, Loss, Counted], Any], Callable[[nn.Sequential], Any], str]] = {
-    "composed": (lambda _, loss, optimizer: Composed(loss, optimizer=optimizer), of_autograd, "pass"),
-    "one by one": (lambda _, loss, optimizer: Composed(loss, stages="one by one"), of_autograd, "pass"),
-    "composed, wrong": (lambda _, loss, optimizer: Composed(loss), wrong, "fail"),
-    "composed, unknown": (lambda _, loss, optimizer: Composed(loss), unknown, "unknown"),
-    "composed, raises": (lambda _, loss, optimizer: Composed(loss.raising), of_autograd, "unknown"),
+    "composed": (lambda _, loss, optimizer: StageByStage(loss, optimizer=optimizer), of_autograd, "pass"),
+    "one by one": (lambda _, loss, optimizer: StageByStage(loss, stages="one by one"), of_autograd, "pass"),
+    "composed, wrong": (lambda _, loss, optimizer: StageByStage(loss), wrong, "fail"),
+    "composed, unknown": (lambda _, loss, optimizer: StageByStage(loss), unknown, "unknown"),
+    "composed, raises": (lambda _, loss, optimizer: StageByStage(loss.raising), of_autograd, "unknown"),
     "single": (lambda _, loss, optimizer: SingleDevice(build, loss, floors=False), of_autograd, "pass"),
     "single, wrong": (lambda _, loss, optimizer: SingleDevice(build, loss, floors=False), wrong, "fail"),
     "single, raises": (lambda _, loss, optimizer: SingleDevice(build, loss.raising), of_autograd, "unknown"),
@@ -158,7 +158,7 @@ def run(ways: Sequence[str], steps: int) -> tuple[dict[str, Any], list[str]]:
                 check.gradients(named(stages))
                 check.report(losses=losses)
                 optimizer.step()
-            verdicts.append(check.verdict.verdict)
+            verdicts.append(check.verdict.outcome)
         optimizer.zero_grad()
         with torch.no_grad():
             stages[0].layer.bias += crc32(repr([one.read() for one in stages]).encode()) % 1000 / 1e6
@@ -174,18 +174,18 @@ unchecked = cache(partial(run, ()))
 
 @pytest.mark.parametrize("ways", [[*WAYS], *(pytest.param([way], marks=SWEEP) for way in WAYS)], ids="+".join)
 def test_the_job_has_the_bits_that_it_has_unchecked(ways: list[str]) -> None:
-    due, _ = unchecked(STEPS)
+    expected, _ = unchecked(STEPS)
     found, verdicts = run(ways, STEPS)
-    assert {name for name, one in found.items() if one != due[name]} == set()
+    assert {name for name, one in found.items() if one != expected[name]} == set()
     assert verdicts == [WAYS[ways[k % len(ways)]][2] for k in range(STEPS)]
 
 
 def test_a_check_that_puts_nothing_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind, so that the test above can fail for each."""
     monkeypatch.setattr(Snapshot, "put_back", lambda self: None)
-    due, _ = run((), 1)
+    expected, _ = run((), 1)
     found, _ = run(["composed"], 1)
-    same = {name for name, one in found.items() if one == due[name]}
+    same = {name for name, one in found.items() if one == expected[name]}
     assert not {name for name in same if any(name.startswith(kind) for kind in (*CONTENTS, *HOLDERS))}
 
 
@@ -203,10 +203,10 @@ class Drawing(nn.Module):
 
 def test_what_cannot_be_put_back_is_unknown_and_named() -> None:
     stage = Drawing()
-    with check_step({0: stage}, DATA, against=Composed(MSE)) as check:
+    with check_step({0: stage}, DATA, against=StageByStage(MSE)) as check:
         Job([stage]).step()
         check.gradients()
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     golden(check.verdict.details.splitlines()[0])
 
 
@@ -225,7 +225,7 @@ class Cached(nn.Module):
 def test_what_a_call_is_given_is_put_back() -> None:
     stage, cache = Cached(), Slots(0)
     more: Any = {"cache": cache}
-    with check_step({0: stage}, DATA, against=Composed(MSE)) as check:
+    with check_step({0: stage}, DATA, against=StageByStage(MSE)) as check:
         Job([stage], more=lambda stage, m: more).step()
         check.gradients()
     assert cache.it == len(DATA)
@@ -245,10 +245,10 @@ class Shrinking(nn.Module):
 
 def test_weights_that_a_stage_writes_to_are_put_back() -> None:
     stage = Shrinking()
-    with check_step({0: stage}, DATA, against=Composed(MSE)) as check:
+    with check_step({0: stage}, DATA, against=StageByStage(MSE)) as check:
         Job([stage]).step()
         before, version = stage.layer.weight.detach().clone(), stage.layer.weight._version
         check.gradients()
     assert torch.equal(stage.layer.weight, before)
     assert stage.layer.weight._version == version
-    assert check.verdict.verdict != "pass"
+    assert check.verdict.outcome != "pass"

@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof import Composed, World, check_step
+from pipeproof import StageByStage, World, check_step
 
 loss_fn, count = nn.functional.mse_loss, 3
 
@@ -67,7 +67,7 @@ def steps(context, factor):
     draw = torch.Generator().manual_seed(0)
     data = [(torch.randn(2, 4, generator=draw), torch.zeros(2, 4).to(context.device)) for _ in range(count)]
     told = None if context.rank else [(x.to(context.device), target) for x, target in data]
-    by = Composed(loss_fn, host=True)
+    by = StageByStage(loss_fn, host=True)
     with check_step(stage, told or data, against=by, rename=lambda stage, name: f"{stage}.{name}") as check:
         losses, live = [], []
         for number, (x, target) in enumerate(data):

@@ -12,9 +12,11 @@ from pipeproof.wings.advise.page import advice_page
 from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pages are not seen in a browser: playwright is missing")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="pages are not observed in a browser: playwright is missing"
+)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="pages are not seen in a browser: chromium is missing")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="pages are not observed in a browser: chromium is missing")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 ENTRIES = [
     CampaignRow(FAILED, "fail"),
@@ -130,7 +132,7 @@ def test_every_text_has_contrast_on_every_colour(opened: Opened, scheme: str) ->
 
 def test_a_cell_tells_when_it_is_pointed_at_and_by_the_keyboard(opened: Opened) -> None:
     shown = opened("fail")
-    told = shown.locator(".told")
+    told = shown.locator(".details")
     assert "1F0: the fault is here" in told.inner_text()
     assert shown.locator(".arrows path.shown").count() == 2
     shown.locator(".c", has_text="0F1").hover()

@@ -8,7 +8,7 @@ from pipeproof.core.cause import RACES
 from pipeproof.core.judge import LAWS
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.validator import crashed, validate
+from pipeproof.own.validator import crash_verdict, validate
 from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.wings.specimens import IN_SIMULATION, SIMULATED_CONTROLS, SPECIMENS
@@ -38,7 +38,7 @@ def test_a_race_is_caught_and_named_with_its_place_and_lines(
     assert found.recorded is not None, "what is caught is diagnosed"
     assert found.recorded.located, found
     if one.law in RACES:  # under the seed that is left in the world
-        (cause,) = verdict_on(smallest_of(one), simulated).cause
+        (cause,) = verdict_on(smallest_of(one), simulated).causes
         assert cause.lines, "the lines of who planted it are told, as a user's are"
         assert all("specimens/" in each.line.file for each in cause.lines)
         assert f"rank {cause.rank}" in cause.detail
@@ -48,7 +48,7 @@ def verdict_on(case: Case, world: World) -> Verdict:
     try:
         return validate(case, world)
     except RankFailed as failure:
-        return crashed(case, failure)
+        return crash_verdict(case, failure)
 
 
 @pytest.mark.parametrize("name", [name for name, one in IN_SIMULATION.items() if one.law == "deadlock"])
@@ -59,8 +59,10 @@ def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: S
         assert verdict.ended == "hang", str(verdict)
         golden(verdict.headline)
         places = re.findall(r"^rank (\d): can never go on at (\w+)\.py:", verdict.failure, re.MULTILINE)
-        due = {"1"} if name == "barrier-of-some" else {"0", "1"}  # the first rank is in the runtime, and not in a line
-        assert {rank for rank, _ in places} == due, verdict.failure
+        expected = (
+            {"1"} if name == "barrier-of-some" else {"0", "1"}
+        )  # the first rank is in the runtime, and not in a line
+        assert {rank for rank, _ in places} == expected, verdict.failure
 
 
 @pytest.mark.sampled(3)
@@ -80,7 +82,7 @@ def passes(name: str, world: SimulatedWorld, seeds: range) -> None:
     for world.transport in one.needs.transports:
         for world.seed in seeds:
             verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), world)
-            assert verdict.verdict == "pass", f"{world.transport} {world.seed}: {verdict}"
+            assert verdict.outcome == "pass", f"{world.transport} {world.seed}: {verdict}"
 
 
 @pytest.mark.long
@@ -91,7 +93,7 @@ def test_right_code_is_right_in_every_interleaving_that_differs(name: str, simul
     for simulated.transport in one.needs.transports:
         for _ in simulated.interleavings():
             verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), simulated)
-            assert verdict.verdict == "pass", str(verdict)
+            assert verdict.outcome == "pass", str(verdict)
     assert all(one.complete and not (one.more or one.astray) for one in simulated.explorations)
 
 
@@ -119,4 +121,4 @@ FIRST = {one.family: name for name, one in reversed(IN_SIMULATION.items())}.valu
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else SWEEP) for n in IN_SIMULATION])
 def test_on_real_ranks_nothing_is_planted(name: str, world: World) -> None:
-    assert validate(smallest_of(IN_SIMULATION[name]), world, explain=False).verdict == "pass"
+    assert validate(smallest_of(IN_SIMULATION[name]), world, explain=False).outcome == "pass"

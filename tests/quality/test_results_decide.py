@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import Contract, StageByStage, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.two_ranks import COUNT, data, half, judged, loss_fn, model_of, named, passes, plain_block
 
@@ -73,14 +73,14 @@ def trains_on_other_data(stage: nn.Module, microbatches: list[Any]) -> None:
 
 def weighs_late(stage: nn.Module, microbatches: list[Any]) -> None:
     """The weights of a layer are written by its own hook, when it is first used."""
-    due: dict[nn.Module, Tensor] = {}
+    expected: dict[nn.Module, Tensor] = {}
 
     def fetch(module: nn.Module, _: object) -> None:
-        if module in due:
-            module.weight.data.copy_(due.pop(module))
+        if module in expected:
+            module.weight.data.copy_(expected.pop(module))
 
     for layer in (one for one in stage.modules() if isinstance(one, nn.Linear)):
-        due[layer] = layer.weight.detach().clone()
+        expected[layer] = layer.weight.detach().clone()
         layer.weight.data.zero_()
         layer.register_forward_pre_hook(fetch)
 
@@ -112,6 +112,7 @@ def test_a_dropped_microbatch_beside_it_is_a_fault(name: str, whitebox: WhiteBox
     assert verdict.law("gradient").outcome == "fail"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["padding-last", "padding-first", "padding-between"])
 def test_padding_adds_nothing_to_a_step_that_is_held_against_itself(name: str, whitebox: WhiteBox) -> None:
     padded, _ = RIGHT[name]
@@ -119,11 +120,12 @@ def test_padding_adds_nothing_to_a_step_that_is_held_against_itself(name: str, w
     def row(_: object, microbatches: list[Any], **options: Any) -> Any:
         return padded(build(), microbatches, **options)
 
-    against = partial(whitebox.validate, reference=Composed(loss_fn), microbatches=data(), ranks=2)
+    against = partial(whitebox.validate, reference=StageByStage(loss_fn), microbatches=data(), ranks=2)
     golden(passes(against(row)).law("microbatches").note)
-    assert against(partial(row, lost=3)).verdict == "fail"
+    assert against(partial(row, lost=3)).outcome == "fail"
 
 
+@pytest.mark.sweep
 def test_a_law_that_does_not_apply_is_said_not_to(whitebox: WhiteBox) -> None:
     """What results say of a law outlasts what was known of it before anything was compared."""
 
@@ -136,10 +138,11 @@ def test_a_law_that_does_not_apply_is_said_not_to(whitebox: WhiteBox) -> None:
     verdict = whitebox.validate(
         twice, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn, contract=Contract(operations=steps)
     )
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("buffers").outcome == "not applicable"
 
 
+@pytest.mark.sweep
 def test_what_is_filled_up_between_stages_is_not_known_to_be_meant_against_itself(whitebox: WhiteBox) -> None:
     def row(_: object, microbatches: list[Any]) -> Any:
         return run(build(), microbatches, rows=3)
@@ -147,6 +150,6 @@ def test_what_is_filled_up_between_stages_is_not_known_to_be_meant_against_itsel
     def of_rows(output: Tensor, target: Tensor) -> Tensor:
         return (output[: len(target)] - target).square().mean()
 
-    verdict = whitebox.validate(row, reference=Composed(of_rows), microbatches=data(), ranks=2)
+    verdict = whitebox.validate(row, reference=StageByStage(of_rows), microbatches=data(), ranks=2)
     assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
-    assert (verdict.verdict, verdict.law("gradient").outcome) == ("unknown", "pass")
+    assert (verdict.outcome, verdict.law("gradient").outcome) == ("unknown", "pass")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.records.checked_step import CheckError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -34,11 +34,17 @@ def trained(
     context: RankContext, steps: int, faults: Sequence[int], options: dict[str, Any] | None
 ) -> tuple[list[Seen], list[float], list[Tensor]]:
     """So many steps; rank 1 doubles a gradient in some. No ``options``: nobody checks."""
-    rank, last, microbatches, seen, losses = context.rank, context.ranks - 1, data(COUNT), list[Seen](), list[float]()
+    rank, last, microbatches, observed, losses = (
+        context.rank,
+        context.ranks - 1,
+        data(COUNT),
+        list[Seen](),
+        list[float](),
+    )
     stage = stage_of(rank)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
-    by = Composed(LOSS, **(options or {}))
+    by = StageByStage(LOSS, **(options or {}))
     given = microbatches if rank in (0, last) else None
     for number in range(steps):
         optimizer.zero_grad()
@@ -57,22 +63,22 @@ def trained(
         if check is not None:
             check.report(losses=at.losses or None)
             check.__exit__(None, None, None)
-            if check.due:
+            if check.active:
                 verdict = check.verdict
                 failed = frozenset(law.name for law in verdict.laws if law.outcome == "fail")
-                seen.append(Seen(number, verdict.verdict, verdict.config, failed))
-    return seen, losses, [parameter.detach().clone() for parameter in stage.parameters()]
+                observed.append(Seen(number, verdict.outcome, verdict.config, failed))
+    return observed, losses, [parameter.detach().clone() for parameter in stage.parameters()]
 
 
 def test_one_step_of_so_many_is_checked_one_stage_after_the_other(simulated: World) -> None:
-    (seen, *_), *_ = simulated.run(trained, 12, (), {"every": 3, "stages": "one by one"}, ranks=RANKS)
-    assert [(one.step, one.verdict) for one in seen] == [(step, "pass") for step in (0, 3, 6, 9)]
-    assert [one.config.split(" of ")[0] for one in seen] == ["stage 0", "stage 1", "stage 2", "stage 0"]
+    (observed, *_), *_ = simulated.run(trained, 12, (), {"every": 3, "stages": "one by one"}, ranks=RANKS)
+    assert [(one.step, one.verdict) for one in observed] == [(step, "pass") for step in (0, 3, 6, 9)]
+    assert [one.config.split(" of ")[0] for one in observed] == ["stage 0", "stage 1", "stage 2", "stage 0"]
 
 
 def test_a_fault_shows_when_it_is_its_stage_s_turn(simulated: World) -> None:
-    (seen, *_), *_ = simulated.run(trained, 6, range(6), {"stages": "one by one"}, ranks=RANKS)
-    assert [(one.verdict, one.failed) for one in seen] == [
+    (observed, *_), *_ = simulated.run(trained, 6, range(6), {"stages": "one by one"}, ranks=RANKS)
+    assert [(one.verdict, one.failed) for one in observed] == [
         ("pass", set()),
         ("fail", {"gradient"}),
         ("pass", set()),
@@ -80,8 +86,8 @@ def test_a_fault_shows_when_it_is_its_stage_s_turn(simulated: World) -> None:
 
 
 def test_without_turns_every_stage_is_checked(simulated: World) -> None:
-    (seen, *_), *_ = simulated.run(trained, 4, [2], {"every": 2}, ranks=RANKS)
-    assert [(one.step, one.verdict) for one in seen] == [(0, "pass"), (2, "fail")]
+    (observed, *_), *_ = simulated.run(trained, 4, [2], {"every": 2}, ranks=RANKS)
+    assert [(one.step, one.verdict) for one in observed] == [(0, "pass"), (2, "fail")]
 
 
 @pytest.mark.sampled(3)
@@ -122,17 +128,17 @@ NO_COPY = "masters has what is no copy of a weight: expected copies of its shape
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_sentence(options: dict[str, Any], told: str) -> None:
-    with check_step({0: stage_of(0)}, data(1), against=Composed(LOSS, **options)) as check:
+    with check_step({0: stage_of(0)}, data(1), against=StageByStage(LOSS, **options)) as check:
         pass
     assert told in check.verdict.details
 
 
 def test_a_step_that_is_not_checked_has_no_verdict() -> None:
-    by = Composed(LOSS, every=2)
+    by = StageByStage(LOSS, every=2)
     by.turn()
     with check_step({0: stage_of(0)}, data(1), against=by) as check:
         check.gradients()
         check.report(loss=1.0)
-    assert not check.due
-    with pytest.raises(CheckError, match=r"ask check\.due"):
+    assert not check.active
+    with pytest.raises(CheckError, match=r"ask check\.active"):
         _ = check.verdict

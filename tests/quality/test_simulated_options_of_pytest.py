@@ -49,6 +49,7 @@ def test_every_interleaving_of_a_step_runs_and_they_are_counted(python: Run, tmp
     golden(ended.stdout, lines="^pipeproof:")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -15,8 +15,8 @@ from pipeproof.own.validator import validate
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.transports import Transport
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.stacked import validated
-from pipeproof.wings.primitives.stacks import Stack, alone
+from pipeproof.wings.primitives.stacked import validate_stack
+from pipeproof.wings.primitives.stacks import Stack, smallest_stack
 from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
@@ -44,7 +44,7 @@ def by_hand(runtime: type[OneFOneB]) -> Any:
 def by_torch(model: Any, microbatches: list[Any]) -> Any:
     import torch.distributed as dist
 
-    from pipeproof.whitebox import watch
+    from pipeproof import watch
 
     stage = watch(model[dist.get_rank()])
     return stage, train(stage, microbatches, loss_fn)
@@ -59,7 +59,7 @@ def small(name: str) -> Case:
 def test_our_schedules_are_right_to_the_bit_with_tags_and_in_order(name: str, simulated: World) -> None:
     for simulated.seed, simulated.transport in enumerate((Transport.UNLIMITED, Transport.PAIR)):
         verdict = validate(small(name), simulated)
-        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+        assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
 @pytest.mark.parametrize("name", TORCH_CLASSES)
@@ -69,7 +69,7 @@ def test_torchs_schedules_are_right_with_tags_and_in_order_in_every_interleaving
         simulated.most = 5
         for _ in simulated.interleavings():
             verdict = validate(case, simulated)
-            assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+            assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert [(one.found, one.complete) for one in simulated.explorations] == [(1, True)] * 2
 
 
@@ -77,7 +77,7 @@ def test_torchs_deferred_receives_wait_for_each_other_in_one_queue_for_a_pair(si
     """A finding."""
     line = "interleaved r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch"
     for simulated.transport in (Transport.UNLIMITED, Transport.DIRECTED):
-        assert validate(Case.parse(line), simulated).verdict == "pass"
+        assert validate(Case.parse(line), simulated).outcome == "pass"
     simulated.transport = Transport.PAIR
     with pytest.raises(RankFailed, match="ranks 0 and 1 wait for each other"):
         validate(Case.parse(line), simulated)
@@ -86,31 +86,32 @@ def test_torchs_deferred_receives_wait_for_each_other_in_one_queue_for_a_pair(si
 def test_replicas_of_torchs_pipelines_have_groups_of_their_own(simulated: World) -> None:
     line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled replicas=2 runtime=torch"
     verdict = validate(Case.parse(line), simulated)
-    assert (verdict.verdict, verdict.law("replicas").outcome) == ("pass", "pass"), str(verdict)
+    assert (verdict.outcome, verdict.law("replicas").outcome) == ("pass", "pass"), str(verdict)
 
 
 @pytest.mark.parametrize("primitive", some(["tp", "zero-3", "ep"], left=["tp"]))
 def test_a_primitive_is_right_on_simulated_ranks(primitive: str, simulated: World) -> None:
     for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
-        verdict = validated(Stack.parse(alone(primitive)), WhiteBox(simulated))
-        assert verdict.verdict == "pass", str(verdict)
+        verdict = validate_stack(Stack.parse(smallest_stack(primitive)), WhiteBox(simulated))
+        assert verdict.outcome == "pass", str(verdict)
 
 
 @pytest.mark.parametrize("step", [by_hand(OneFOneB), by_torch], ids=["by_hand", "by_torch"])
 def test_a_foreign_step_has_the_verdict_that_it_has_on_real_ranks(step: Any, simulated: World, world: World) -> None:
     real = judged(world, step)
-    assert (real.verdict, real.tier) == ("pass", "bitwise"), str(real)
+    assert (real.outcome, real.tier) == ("pass", "bitwise"), str(real)
     for simulated.seed in range(3):
         verdict = judged(simulated, step)
         assert replace(verdict, rerun=real.rerun) == real, str(verdict)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["one-buffer"])
 def test_a_wrong_answer_is_the_same_wrong_answer(fault: str, simulated: World, world: World) -> None:
     step = partial(faulty, fault=fault)
     here, there = judged(simulated, step), judged(world, step)
-    assert here.verdict == "fail", str(here)
-    assert (here.mismatches, here.cause) == (there.mismatches, there.cause)
+    assert here.outcome == "fail", str(here)
+    assert (here.mismatches, here.causes) == (there.mismatches, there.causes)
 
 
 def faulty(model: Any, microbatches: list[Any], *, fault: str) -> Any:
@@ -121,10 +122,10 @@ def faulty(model: Any, microbatches: list[Any], *, fault: str) -> Any:
 def test_a_race_is_named_under_some_seed(runtime: type[OneFOneB], simulated: World) -> None:
     for simulated.seed in range(20):
         verdict = judged(simulated, by_hand(runtime))
-        if verdict.cause:
+        if verdict.causes:
             break
-    (cause,) = verdict.cause
-    assert (verdict.verdict, verdict.exit_status, cause.kind) == ("fail", 1, RACES[runtime]), str(verdict)
+    (cause,) = verdict.causes
+    assert (verdict.outcome, verdict.exit_status, cause.kind) == ("fail", 1, RACES[runtime]), str(verdict)
     assert cause.lines, "the user's own lines are told"
     assert all(one.line.file.endswith(("racy_1f1b.py", "hand_written_1f1b.py")) for one in cause.lines)
 
@@ -132,21 +133,21 @@ def test_a_race_is_named_under_some_seed(runtime: type[OneFOneB], simulated: Wor
 @pytest.mark.parametrize("runtime", HANGS, ids=lambda runtime: runtime.__name__)
 def test_a_deadlock_is_told_with_the_lines(runtime: type[OneFOneB], simulated: World) -> None:
     verdict = judged(simulated, by_hand(runtime))
-    assert (verdict.verdict, verdict.ended) == ("unknown", "hang"), str(verdict)
+    assert (verdict.outcome, verdict.ended) == ("unknown", "hang"), str(verdict)
     assert "racy_1f1b" in re.findall(r"can never go on at (\w+)\.py:", verdict.failure)
 
 
 def test_right_code_has_no_race_under_any_of_twenty_seeds(simulated: World) -> None:
     for simulated.seed in range(20):
         verdict = judged(simulated, by_torch if simulated.seed % 4 == 0 else by_hand(OneFOneB))
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
 
 
 @pytest.mark.parametrize("step", [by_hand(OneFOneB), by_torch], ids=["by_hand", "by_torch"])
 def test_of_a_right_step_one_interleaving_is_all(step: Any, simulated: World) -> None:
     simulated.most = 50
     verdict = judged(simulated, step)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert [(one.found, one.complete) for one in simulated.explorations] == [(1, True)]
 
 
@@ -154,7 +155,7 @@ def test_of_a_right_step_one_interleaving_is_all(step: Any, simulated: World) ->
 def test_a_race_needs_no_luck(runtime: type[OneFOneB], simulated: World) -> None:
     simulated.most = 50
     verdict = judged(simulated, by_hand(runtime))
-    assert [cause.kind for cause in verdict.cause] == [RACES[runtime]], str(verdict)
+    assert [cause.kind for cause in verdict.causes] == [RACES[runtime]], str(verdict)
     assert "interleaving=in-turn" in verdict.replay
 
 
@@ -162,7 +163,7 @@ def test_a_world_by_name_is_one_interleaving() -> None:
     step, build = by_hand(ReadsEarly), partial(blocks, RANKS)
     options: Any = {"reference": build, "microbatches": pairs(), "ranks": RANKS, "loss_fn": loss_fn}
     verdict = whitebox.validate(step, **options, world="simulated")
-    assert [cause.kind for cause in verdict.cause] == ["read-before-wait"], str(verdict)
+    assert [cause.kind for cause in verdict.causes] == ["read-before-wait"], str(verdict)
     assert verdict.replay.endswith(
         "--pipeproof-world=simulated --pipeproof-transport=unlimited --pipeproof-interleaving=0"
     )

@@ -15,7 +15,7 @@ from composed_reach import OUT_OF_REACH
 from pipeproof.core.judge import LAWS
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import SCHEDULES, Case
-from pipeproof.own.faults import unchanged
+from pipeproof.own.faults import pass_on
 from pipeproof.own.observe import observe
 from pipeproof.own.stages import owners
 from pipeproof.own.validator import validate
@@ -24,7 +24,7 @@ from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.schedules import SPLIT
 from pipeproof.reference.model import build_model
 from pipeproof.wings.specimens import CONTROLS, SPECIMENS
-from pipeproof.wings.specimens.families.order import broken
+from pipeproof.wings.specimens.families.order import broken_laws
 from pipeproof.wings.specimens.specimen import CLASSES, Needs
 from pipeproof.wings.specimens.trial import case_for, smallest_of, try_out
 from pipeproof.worlds.rank_report import RankFailed
@@ -92,7 +92,7 @@ def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: st
     case = case_of(schedule, name)
     verdict = validate(case, world, explain=False)
     law = SPECIMENS[name].law
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.law(law).outcome == "fail", [str(law) for law in verdict.laws]
     named: set[Place] = {(m.rank, m.stage, m.microbatch, m.parameter) for m in verdict.mismatches if m.law == law}
     if name == "receive-buffer-reused" and schedule in SPLIT:
@@ -127,16 +127,17 @@ def test_the_smallest_case_shows_the_fault_by_name_and_nothing_is_wrong_without_
 @cache
 def sound(world: World, case: Case) -> str:
     """The verdict on a case that several specimens share."""
-    assert broken(lower(case.built)) == ()
-    return validate(case, world).verdict
+    assert broken_laws(lower(case.built)) == ()
+    return validate(case, world).outcome
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_only_looks_like_a_fault_passes(world: World, name: str) -> None:
     verdict = validate(Case.parse(f"{CONTROLS[name].smallest} specimen={name}"), world)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
+@pytest.mark.sweep
 def test_controls_do_change_something(world: World) -> None:
     """Two of them change bits, so that a pass is the oracle's doing."""
     tiers = {
@@ -146,6 +147,7 @@ def test_controls_do_change_something(world: World) -> None:
     assert tiers == {"shares-added-backwards": "fp32", "norm-by-rank": "fp32", "loss-scaled-and-back": "bitwise"}
 
 
+@pytest.mark.sweep
 def test_a_changed_program_that_no_law_stopped_ends_by_its_bound(world: World) -> None:
     with pytest.raises(RankFailed, match="did not come"):
         observe(smallest_of(SPECIMENS["microbatches-counted-otherwise"]), world)
@@ -165,7 +167,7 @@ def test_every_specimen_says_what_it_is() -> None:
     for one in SPECIMENS.values():
         assert one.summary, one.name
         assert one.origin, one.name
-        assert one.law in (STATIC if one.reorder is not unchanged else {*LAWS, "deadlock"}), one.name
+        assert one.law in (STATIC if one.reorder is not pass_on else {*LAWS, "deadlock"}), one.name
         assert one.classes, one.name
     assert {name for one in SPECIMENS.values() for name in one.classes} == set(CLASSES)
 
@@ -176,7 +178,7 @@ _OF_SHARDS = {"reduced-once", "unsharded"}  # tests/pipeline shows them broken
 def test_static_laws_are_all_shown_broken() -> None:
     """But for the one that no program can break, a schedule with messages in it, and those of shards: we have none."""
     assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC | _OF_SHARDS), "placement is a law of both"
-    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged}
+    shown = {one.law for one in SPECIMENS.values() if one.reorder is not pass_on}
     assert shown == STATIC - {"compute-only"}
 
 
@@ -237,6 +239,7 @@ def test_the_smallest_case_follows_from_the_needs(needs: Needs, schedule: str, l
     assert str(needs.smallest(schedule)) == line
 
 
+@pytest.mark.sweep
 def test_a_late_share_of_an_accumulation_is_late_and_not_lost(world: World) -> None:
     case = replace(smallest_of(SPECIMENS["tied-reduced-early"]), plan=("accumulate", "train"))
     verdict = validate(case, world, explain=False)
@@ -244,6 +247,7 @@ def test_a_late_share_of_an_accumulation_is_late_and_not_lost(world: World) -> N
     assert wrong == {"embed.token.weight", "head.logits.weight"}
 
 
+@pytest.mark.sweep
 def test_what_a_step_can_hide_is_caught_by_its_own_law(world: World) -> None:
     """Loss and norm are blind to a stage's sign: the gradient law alone must fail."""
     verdict = validate(case_of("1f1b", "stage-negated"), world)
@@ -254,8 +258,9 @@ def failing(verdict: Verdict) -> set[str]:
     return {law.name for law in verdict.laws if law.outcome == "fail"}
 
 
+@pytest.mark.sweep
 def test_nan_says_where_it_first_appeared(world: World) -> None:
     verdict = validate(case_of("interleaved", "activation-nan"), world)
     first = verdict.mismatches[0]
     assert (first.rank, first.stage, first.microbatch, first.action) == (1, 1, 1, "1F1")
-    golden(first.seen)
+    golden(first.observed_text)

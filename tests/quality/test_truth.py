@@ -34,7 +34,7 @@ DROPPED = Truth(
     affected=(1,),
 )
 CAUSE = Cause("dropped", rank=1, stage=1, microbatches=(2, 3), parameter="a.weight", factor=0.5, detail="both")
-PLACE = Mismatch("gradient", 1, "seen", "expected", rank=1, stage=1, parameter="a.weight")
+PLACE = Mismatch("gradient", 1, "observed", "expected", rank=1, stage=1, parameter="a.weight")
 GRADIENT, LOSS = LawResult("gradient", "fail", 4, 3, 1), LawResult("loss", "pass", 4, 4)
 # What a line under ``not`` may say of each thing, and the kinds that it rules out.
 SENTENCES = {
@@ -108,7 +108,7 @@ def test_a_sentence_that_nobody_knows_is_no_true_one() -> None:
 
 def test_a_kind_that_is_the_fault_is_never_ruled_out() -> None:
     known = replace(DROPPED, kinds=("altered",))
-    found = replace(ruling_out(RuledOut(("altered",), "every tensor between stages is right", 1)), cause=())
+    found = replace(ruling_out(RuledOut(("altered",), "every tensor between stages is right", 1)), causes=())
     assert roles(found, known) == ["not"]
 
 
@@ -180,9 +180,9 @@ def test_a_law_that_passed_over_what_is_wrong_is_false() -> None:
 
 def test_a_place_where_nothing_can_show_is_false() -> None:
     assert roles(verdict(CAUSE, where=replace(PLACE, stage=3)), DROPPED) == ["where"]
-    first = "first seen wrong: rank 2, stage 2, 2F0: input is nobody's"
+    first = "first observed wrong: rank 2, stage 2, 2F0: input is nobody's"
     assert roles(verdict(undecided=(first,)), replace(DROPPED, affected=None)) == ["unknown"]
-    between = "first seen wrong: between rank {0}, stage {0} and rank {1}, stage {1}, {1}F0: input is nobody's"
+    between = "first observed wrong: between rank {0}, stage {0} and rank {1}, stage {1}, {1}F0: input is nobody's"
     places = [((0, 1), []), ((1, 2), []), ((2, 3), ["unknown"])]
     for stages, false in places:
         assert roles(verdict(undecided=(between.format(*stages),)), replace(DROPPED, affected=None)) == false
@@ -196,19 +196,19 @@ def test_sentences_that_their_own_verdict_speaks_against_are_false() -> None:
 
 
 def test_verdicts_are_sentences_too() -> None:
-    assert roles(replace(verdict(), verdict="pass", laws=(LOSS,), mismatches=()), DROPPED) == ["verdict"]
+    assert roles(replace(verdict(), outcome="pass", laws=(LOSS,), mismatches=()), DROPPED) == ["verdict"]
     assert roles(verdict(CAUSE), Truth()) == ["verdict", "cause"]
     right = Verdict("case", "pass", "bitwise", (LOSS,))
     assert check(right, Truth(), COUNTS) == check(right, Truth(), COUNTS)
     assert (check(right, Truth(), COUNTS).naming, roles(right, Truth())) == ("silent", [])
-    assert check(replace(right, verdict="unknown"), Truth(), COUNTS).naming == "needless"
+    assert check(replace(right, outcome="unknown"), Truth(), COUNTS).naming == "needless"
 
 
 @pytest.mark.parametrize(
     ("outcome", "faint", "caught"), [("unknown", True, True), ("unknown", False, False), ("pass", True, False)]
 )
 def test_unknown_is_an_answer_only_where_rounding_may_do_as_much(outcome: Any, faint: bool, caught: bool) -> None:
-    found = replace(verdict(), verdict=outcome)
+    found = replace(verdict(), outcome=outcome)
     assert check(found, replace(DROPPED, faint=faint), COUNTS).caught == caught
 
 
@@ -323,6 +323,7 @@ def test_nothing_false_is_said_of_a_specimen(world: World, name: str) -> None:
         assert (found.caught, found.false) == (True, ()), str(one.verdict)
 
 
+@pytest.mark.sweep
 def test_the_command_ends_with_1_where_a_sentence_is_false(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from truth_check import check
 from pipeproof.core.cause import KINDS
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacked import validate_stack
 from pipeproof.wings.primitives.stacks import Stack
 from tests.support.sweeps import some
 
@@ -62,25 +62,27 @@ def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
     assert HOLDS[title] in verdict.details, verdict
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("title", SILENT)
 def test_what_is_right_in_another_order_passes(whitebox: WhiteBox, title: str) -> None:
     (one,) = (one for one in axes() if one.title == title)
     verdict = one.verdict(whitebox, watched=True)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("initial-weights").checked == 74, "every rank's, those in shards too"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("times_it", "outcome"), [(1 + 1e-6, "pass"), (1 + 1e-4, "fail")])
 def test_a_gap_is_told_as_rounding_or_a_fault_by_number(whitebox: WhiteBox, times_it: float, outcome: str) -> None:
     found = _scaled(whitebox, times_it)
     assert found.law("gradient").outcome == outcome, found
-    assert not found.cause or found.cause[0].parameter == "1.feedforward.up.weight"
+    assert not found.causes or found.causes[0].parameter == "1.feedforward.up.weight"
 
 
 def _scaled(whitebox: WhiteBox, factor: float) -> Verdict:
     """On a step of context parallelism that multiplies one gradient."""
     stack = STACKS["cp"]
-    return validated(stack, whitebox, step=partial(_with_one_scaled, stack=stack, factor=factor))
+    return validate_stack(stack, whitebox, step=partial(_with_one_scaled, stack=stack, factor=factor))
 
 
 def _with_one_scaled(model: Any, given: Any, *, stack: Stack, factor: float) -> Any:
@@ -88,6 +90,7 @@ def _with_one_scaled(model: Any, given: Any, *, stack: Stack, factor: float) -> 
         return step(model, given, stack=stack, fault="", watched=False)
 
 
+@pytest.mark.sweep
 def test_a_first_wrong_parameter_that_is_another_is_false(whitebox: WhiteBox) -> None:
     (one,) = (one for one in axes() if one.title == "cp: keys' gradients not reduced")
     verdict = one.verdict(whitebox, watched=False)

@@ -19,12 +19,12 @@ def test_a_verdict_shows_the_line_of_a_fault(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     told = verdict(fault, world, tmp_path)
-    assert " ".join(cause.kind for cause in told.cause) == fault.named, told
+    assert " ".join(cause.kind for cause in told.causes) == fault.named, told
     lines = shown(told.details, fault)
-    assert (bool(lines & fault.lines), bool(lines & fault.due)) == (fault.call is None, fault.call != ""), told
+    assert (bool(lines & fault.lines), bool(lines & fault.expected)) == (fault.call is None, fault.call != ""), told
     source = fault.source.splitlines()
-    for own in (own for cause in told.cause for own in cause.lines if own.line.file.startswith(str(tmp_path))):
+    for own in (own for cause in told.causes for own in cause.lines if own.line.file.startswith(str(tmp_path))):
         assert source[own.line.number - 1].strip() == own.line.text
-    assert all(len(cause.lines) <= 5 for cause in told.cause)
-    causes: Any = json.loads(json.dumps(told.as_dict()["cause"]))
+    assert all(len(cause.lines) <= 5 for cause in told.causes)
+    causes: Any = json.loads(json.dumps(told.as_dict()["causes"]))
     assert not [said for one in causes for said in complaints(one, OURS["$defs"]["cause"], root=OURS)]

@@ -14,15 +14,16 @@ def run(warm_start: WarmStart, folder: Path, *arguments: str, ranks: int = 1, bo
     return warm_start.run(folder, arguments, [{"RANK": str(rank)} for rank in range(ranks)], bound_s=bound_s)
 
 
+@pytest.mark.sweep
 def test_a_program_has_its_folder_environment_arguments_and_output(warm_start: WarmStart, tmp_path: Path) -> None:
     code = "import os, sys; print(os.getcwd(), sorted(os.environ), sys.argv, input, __name__); sys.stderr.write('err')"
     (tmp_path / "script.py").write_text(code)
-    seen = f"{tmp_path} ['RANK'] ['{{}}', 'a b'] {input} __main__\n"
+    observed = f"{tmp_path} ['RANK'] ['{{}}', 'a b'] {input} __main__\n"
     for arguments in (["script.py"], ["-c", code], ["-m", "script"]):
         done = run(warm_start, tmp_path, *arguments, "a b")
         assert done.statuses == (0,)
         name = {"-m": str(tmp_path / "script.py")}.get(arguments[0], arguments[0])
-        assert sorted([seen.format(name), "err"]) == sorted(["".join(done.stdout.split("err")), "err"]), done.stdout
+        assert sorted([observed.format(name), "err"]) == sorted(["".join(done.stdout.split("err")), "err"]), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_a_status_is_that_of_a_new_python(warm_start: WarmStart, tmp_path: Path,
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == status
 
 
+@pytest.mark.sweep
 def test_where_one_fails_the_others_are_ended(warm_start: WarmStart, tmp_path: Path) -> None:
     code = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(60)"
     assert sorted(run(warm_start, tmp_path, "-c", code, ranks=3).statuses) == [-signal.SIGTERM, -signal.SIGTERM, 5]
@@ -73,6 +75,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep
 def test_a_fork_server_is_warm_too_and_has_what_a_new_one_has(warm_start: WarmStart, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SERVED)
     done = warm_start.run(tmp_path, ["script.py"], [{"OLD": "old"}], bound_s=60)

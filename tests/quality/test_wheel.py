@@ -111,7 +111,7 @@ def test_my_step(whitebox):
     judge(whitebox, step).raise_if_failed()
 
 def test_my_wrong_step(whitebox):
-    assert judge(whitebox, partial(step, wrong=2)).cause[0].kind == "scale"
+    assert judge(whitebox, partial(step, wrong=2)).causes[0].kind == "scale"
 """
 MARKED = """
 import pytest
@@ -180,6 +180,7 @@ def number_of_tests(project: str) -> int:
     return sum(text.count("\ndef test_") for text in PROJECTS[project].values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("project", some(PROJECTS, left=[name for name in PROJECTS if name != "all of them"]))
 def test_a_project_with_names_like_ours_is_collected(installed: Installed, tmp_path: Path, project: str) -> None:
     """Its modules are its own, also while our plugin loads. What they do then, the project that has all names shows."""
@@ -197,6 +198,7 @@ def test_a_project_with_all_names_like_ours_is_tested(installed: Installed, tmp_
     assert f"\n{number_of_tests('all of them')} passed" in done.stdout
 
 
+@pytest.mark.sweep
 def test_a_project_that_is_wrong_would_be_seen(installed: Installed, tmp_path: Path) -> None:
     files = PROJECTS["a module called validation"]
     wrong = {**files, "validation.py": files["validation.py"].replace("wrong=1", "wrong=3")}
@@ -242,6 +244,7 @@ def test_it(whitebox):
 """
 
 
+@pytest.mark.sweep
 def test_a_breakpoint_in_a_step_reaches_the_terminal(installed: Installed, tmp_path: Path) -> None:
     written(tmp_path, {"validation.py": STEP, "test_it.py": LOOKED_INTO})
     pid, terminal = pty.fork()  # the child has a terminal of its own
@@ -263,6 +266,7 @@ def test_a_breakpoint_in_a_step_reaches_the_terminal(installed: Installed, tmp_p
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
+@pytest.mark.sweep
 def test_the_source_distribution_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
     if find_spec("setuptools") is None:  # importing it changes what Python imports
         pytest.skip("setuptools is not installed")

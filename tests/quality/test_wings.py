@@ -98,6 +98,7 @@ def test_without_a_wing_all_else_is_there(wing: str) -> None:
     assert complaints_without(f"pipeproof.wings.{wing}", there) == ""
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks  # it starts a process
 def test_what_cannot_be_taken_away_is_seen() -> None:
     found = complaints_without("pipeproof.pipeline.schedules", ["pipeproof.pipeline.action", "pipeproof.pipeline.plan"])

@@ -103,7 +103,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Try:
-    """A run, which ``rows`` makes: one row for each way in which it is seen."""
+    """A run, which ``rows`` makes: one row for each way in which it is observed."""
 
     part: str
     title: str
@@ -174,7 +174,7 @@ def _first_line(error: Exception) -> str:
 
 
 def of_foreign(part: str, one: Any, whitebox: WhiteBox) -> Iterator[Row]:
-    """A foreign run, in each way that it is seen."""
+    """A foreign run, in each way that it is observed."""
     for watched in getattr(one, "ways", (True, False)):
         verdict = partial(one.verdict, whitebox, watched=watched)
         yield row(part, one.title, watched, one.truth, verdict, getattr(one, "counts", COUNTS))
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         file.write(one.values.line() + "\n")
     terminal.say("\n" + table(found))
     if titles := worse(found):
-        terminal.say("named worse where more was seen: " + "; ".join(titles))
+        terminal.say("named worse where more was observed: " + "; ".join(titles))
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump([asdict(one) | {"false": [list(false) for false in one.false]} for one in found], file, indent=1)

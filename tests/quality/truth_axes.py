@@ -12,7 +12,7 @@ from truth_faults import other, sums
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.stacked import validated
+from pipeproof.wings.primitives.stacked import validate_stack
 from pipeproof.wings.primitives.stacks import Stack
 
 COUNT = 4  # microbatches
@@ -62,7 +62,7 @@ class Along:
     def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of a step with this fault."""
         stack = STACKS[self.stack]
-        return validated(stack, whitebox, step=partial(step, stack=stack, fault=self.fault, watched=watched))
+        return validate_stack(stack, whitebox, step=partial(step, stack=stack, fault=self.fault, watched=watched))
 
 
 def apart(parameter: str = "", *stages: int, **more: object) -> Truth:

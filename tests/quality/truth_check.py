@@ -99,7 +99,7 @@ class Checked:
 
 
 def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = True) -> Checked:
-    """Hold each sentence of ``verdict`` against ``truth``. ``watched``: more was seen than final gradients."""
+    """Hold each sentence of ``verdict`` against ``truth``. ``watched``: more was observed than final gradients."""
     found = list(claims(verdict))
     if not watched:
         truth = from_gradients(truth)
@@ -112,7 +112,7 @@ def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = Tru
     where = next((claim for claim in found if claim.role == "where"), None)
     named = next((claim.kind for claim in found if claim.role == "cause"), "")
     return Checked(
-        verdict.verdict,
+        verdict.outcome,
         _naming(verdict, found, truth),
         tuple(false),
         garbled,
@@ -132,7 +132,7 @@ def from_gradients(truth: Truth) -> Truth:
 def _naming(verdict: Verdict, found: list[Claim], truth: Truth) -> Naming:
     first = next((claim for claim in found if claim.role == "cause"), None)
     if not truth.kinds:
-        return {"pass": "silent", "fail": "alarm", "unknown": "needless"}[verdict.verdict]  # type: ignore[return-value]
+        return {"pass": "silent", "fail": "alarm", "unknown": "needless"}[verdict.outcome]  # type: ignore[return-value]
     if first is None:
         return "unknown"
     parts = [part for part in (truth, *truth.also) if first.kind in part.kinds or _exchangeable(first, part)]

@@ -93,12 +93,12 @@ _SAYS_NOTHING = (
     r"the runtime \S+ is not ours",
     r"gradients differ between ranks that share parameters",
     r"(not explained by this|nothing explains this): ",
-    r"the weights differ before the step, in a way that tells nothing",
+    r"the weights differ before the step, and no known fault explains how",
     r"parameters of the step and of (the reference|what is expected) do not go together",
     r"losses are wrong and gradients are right: ",
-    r"[\w-]+: what is wrong with it tells nothing$",
-    r"the norm is like nothing known of the gradients that were compared: ",
-    r"\d+ more wrong gradients were not looked at",
+    r"[\w-]+: no known fault explains its mismatches$",
+    r"the norm matches no known norm of the compared gradients: ",
+    r"\d+ more wrong gradients were not examined",
     r"where the reference passes from stage to stage could not be found",
     r"all microbatches are the same: ",
     r"the cause was not found in time",
@@ -140,7 +140,7 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
     }
 )
 
-FIRST_WRONG = re.compile(r"first seen wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
+FIRST_WRONG = re.compile(r"first observed wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
 FIRST_IN_BACKWARD = re.compile(
     r"the backward first goes wrong at (\S+) \(stage (\d+)\): "
     r"the \d+ parameters? that the forward uses later (?:is|are) "
@@ -197,18 +197,18 @@ def denied(reason: RuledOut) -> frozenset[str] | None:
 
 def claims(verdict: Verdict) -> Iterator[Claim]:
     """Every sentence of ``verdict`` that claims something."""
-    yield Claim("verdict", verdict.verdict)
+    yield Claim("verdict", verdict.outcome)
     absent = any(law.name == "presence" and law.outcome == "fail" for law in verdict.laws)
     for law in verdict.laws:  # a gradient that is not there is that law's matter
         here = AS_IT_CAME in law.note  # of a chain of links that is broken elsewhere
         if law.outcome == "pass" and not here and not (absent and law.name == "gradient"):
             yield Claim("law", str(law).strip(), denies=LAWS.get(law.name, frozenset()), law=law.name)
     instead = frozenset(cause.kind for explanation in verdict.alternatives for cause in explanation)
-    for number, cause in enumerate(verdict.cause):
+    for number, cause in enumerate(verdict.causes):
         yield replace(_of_cause("and" if number else "cause", cause), instead=instead)
     for explanation in verdict.alternatives:
         for cause in explanation:
-            if cause not in verdict.cause:
+            if cause not in verdict.causes:
                 yield _of_cause("or", cause)
     yield from map(_of_reason, verdict.ruled_out)
     yield from map(_of_open, verdict.undecided)

@@ -28,7 +28,7 @@ LAST = COUNT - 1
 def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
     """A row: what ``Trial`` has by name, and all else is of the way."""
     given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
-    if how.get("by") == "vjp":  # watched or not, its calls are not seen: torch.func's tensors have no storage
+    if how.get("by") == "vjp":  # watched or not, its calls are not observed: torch.func's tensors have no storage
         truth = from_gradients(truth)
     more = {} if given.get("model") != "tied" else {"tied": ("0.table", "5.table")}
     if plan := given.get("more", {}).get("contract", Contract()).operations:

@@ -20,7 +20,7 @@ from truth_layers import data_of
 from truth_models import Pairs
 from truth_trial import COUNT, MODELS, RIGHT, loss_of_rows, some
 
-from pipeproof import Composed, Contract, SingleDevice, check_step, record_step
+from pipeproof import Contract, SingleDevice, StageByStage, check_step, record_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.worker import RankContext
@@ -59,7 +59,7 @@ class Job:
     def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of its first step that is no pass, or of its last."""
         found = whitebox.world.run(run_job, self, ranks=self.ranks, timeout_s=60.0)[0]
-        return next((one for one in found if one.verdict != "pass"), found[-1])
+        return next((one for one in found if one.outcome != "pass"), found[-1])
 
     def microbatches(self, number: int) -> Pairs:
         return data_of(count=COUNT * self.steps)[number * COUNT :][:COUNT] if self.data is None else self.data
@@ -69,7 +69,7 @@ class Job:
             return SingleDevice(build, loss_of_rows, Contract(loss_divisor=self.divisor))
         if self.against == "record":
             return record_step(build(), pairs, loss_fn=loss_of_rows, contract=Contract(loss_divisor=self.divisor))
-        return Composed(loss_of_rows, contract=Contract(loss_divisor=self.divisor), build=build)
+        return StageByStage(loss_of_rows, contract=Contract(loss_divisor=self.divisor), build=build)
 
 
 def run_job(context: RankContext, job: Job) -> list[Verdict]:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.reports.terminal import Terminal
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.world import World
 from tests.support.guides import blocks
 
@@ -73,7 +74,7 @@ class Fault:
         return {number for number, line in enumerate(self.source.splitlines(), 1) if line not in before}
 
     @property
-    def due(self) -> set[int]:
+    def expected(self) -> set[int]:
         """The numbers of the lines of which the verdict is to show one."""
         if self.call is None:
             return self.lines
@@ -148,7 +149,7 @@ def main(words: Sequence[str]) -> int:
             told = verdict(fault, world, Path(folder))
             lines = shown(told.details, fault)
             found += bool(lines & fault.lines)
-            kinds = ", ".join(cause.kind for cause in told.cause) or told.word
+            kinds = ", ".join(cause.kind for cause in told.causes) or told.word
             hit = "yes" if lines & fault.lines else "no"
             terminal.say(f"{hit:<4} {fault.name:<25} {kinds:<18} line {sorted(fault.lines)}, shown {sorted(lines)}")
             if "--texts" in words:

@@ -27,7 +27,7 @@ from truth_layers import (
     of_dtype,
     seeded,
 )
-from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, seen
+from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, observed
 from truth_oddities import tied_model
 
 from pipeproof.core.verdict import Verdict
@@ -138,7 +138,7 @@ def step(model: Any, pairs: Pairs, *, fault: str, how: How, watched: bool) -> An
     if tied and rank == ranks[-1]:
         model[-1].linear.weight = torch.nn.Parameter(model[0].linear.weight.detach().clone())
     stage = cut(model, even(len(model), len(ranks)), rank)
-    part = Spoilt(seen(stage, watched), pairs, loss_fn, how, ranks)
+    part = Spoilt(observed(stage, watched), pairs, loss_fn, how, ranks)
     part.faults = tuple(fault.split(" + "))
     losses = part.step() or None
     if tied and rank in (0, ranks[-1]):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.whitebox import watch
+from pipeproof import watch
 
 RANKS, WIDTH, ROWS, COUNT, LAYERS = 4, 16, 4, 8, 8
 
@@ -43,7 +43,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def seen(module: nn.Module, watched: bool) -> nn.Module:
+def observed(module: nn.Module, watched: bool) -> nn.Module:
     """``module``, watched or not."""
     return watch(module) if watched else module
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runtime_plain import How, Plain, cut, even
 from torch import Tensor, nn
 from truth_check import Counts, Truth
-from truth_models import COUNT, RANKS, ROWS, WIDTH, Pairs, seen
+from truth_models import COUNT, RANKS, ROWS, WIDTH, Pairs, observed
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
@@ -97,7 +97,7 @@ def step(model: Any, pairs: Pairs, *, kernel: str, fault: str, watched: bool) ->
     for layer in model:
         layer.kernel = kernel
     stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
-    pipeline = Faulty(seen(stage, watched), pairs, loss_fn, How(), ranks)
+    pipeline = Faulty(observed(stage, watched), pairs, loss_fn, How(), ranks)
     pipeline.fault = fault if dist.get_rank() == 1 else ""
     return stage, pipeline.step() or None
 

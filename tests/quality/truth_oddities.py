@@ -1,4 +1,4 @@
-"""More models and steps that are right: what public models and runtimes do that a suite may never have seen."""
+"""More models and steps that are right: what public models and runtimes do that a suite may never have observed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -9,10 +9,10 @@ import torch.distributed as dist
 from runtime_plain import Chain, How, Plain, cut, even, step
 from torch import Tensor, nn
 from truth_layers import Before, Ends, Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
-from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
+from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, observed
 
+from pipeproof import watch
 from pipeproof.core.contract import Contract
-from pipeproof.whitebox import watch
 
 TOKENS = 11
 
@@ -203,7 +203,7 @@ def second_step(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
     Plain(stage, pairs, loss_fn, How(), ranks).step()
     stage.zero_grad()
-    losses = Plain(seen(stage, watched), pairs, loss_fn, How(), ranks).step()
+    losses = Plain(observed(stage, watched), pairs, loss_fn, How(), ranks).step()
     return stage, losses or None
 
 
@@ -227,7 +227,7 @@ class Renamed(nn.Module):
 def renamed(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     ranks = list(range(dist.get_world_size()))
     stage = Renamed(cut(model, even(len(model), len(ranks)), dist.get_rank()))
-    return stage, Plain(seen(stage, watched), pairs, loss_fn, How(), ranks).step() or None
+    return stage, Plain(observed(stage, watched), pairs, loss_fn, How(), ranks).step() or None
 
 
 def copied_weights(model: Any, pairs: Pairs, *, watched: bool) -> Any:
@@ -237,7 +237,7 @@ def copied_weights(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     own = Renamed(Chain(*(Block() for _ in part)))
     for new, old in zip((own.first, *own.rest), part, strict=True):
         new.load_state_dict(old.state_dict())
-    return own, Plain(seen(own, watched), pairs, loss_fn, How(), ranks).step() or None
+    return own, Plain(observed(own, watched), pairs, loss_fn, How(), ranks).step() or None
 
 
 def weights_stored(model: Any, pairs: Pairs, *, watched: bool) -> Any:
@@ -296,7 +296,7 @@ def sharded_sums(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     pipeline, place = [rank % 2, rank % 2 + 2], rank // 2
     stage = cut(model, (4, 4), place)
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][place]
-    losses = Plain(seen(stage, watched), pairs, loss_fn, How(), pipeline).step()
+    losses = Plain(observed(stage, watched), pairs, loss_fn, How(), pipeline).step()
     names = {id(p): name for name, p in model.named_parameters()}
     made = {}
     for parameter in stage.parameters():

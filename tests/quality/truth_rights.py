@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from truth_check import Truth
 from truth_faults import STEPS
 from truth_layers import blocks, chain, data_of, frozen, ragged, seeded, summed
-from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, seen
+from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, observed
 from truth_oddities import variants
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 
 Build = Callable[[], nn.Module]
 Step = Callable[..., Any]
@@ -154,7 +155,7 @@ def main_gradients(model: Any, pairs: Pairs, *, watched: bool) -> Any:
 
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(taken)
-    losses = Plain(seen(stage, watched), pairs, loss_fn, How(), ranks).step()
+    losses = Plain(observed(stage, watched), pairs, loss_fn, How(), ranks).step()
     return {names[key]: gradient for key, gradient in main.items()}, losses or None
 
 
@@ -163,7 +164,7 @@ def whole_loss(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     stage, losses = step(model, pairs, loss_fn=loss_fn, watched=watched)
     mean = torch.stack(losses).mean() if losses else torch.zeros(())
     dist.broadcast(mean, dist.get_world_size() - 1)
-    return HandedBack(stage, mean)
+    return StepResult(stage, mean)
 
 
 def watched_inside(reentrant: bool) -> Step:
@@ -172,7 +173,7 @@ def watched_inside(reentrant: bool) -> Step:
     def run(model: Any, pairs: Pairs, *, watched: bool) -> Any:
         ranks = list(range(dist.get_world_size()))
         stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
-        inner = seen(stage, watched)
+        inner = observed(stage, watched)
         how = How(call=recomputed(reentrant))
         return stage, Plain(inner, pairs, loss_fn, how, ranks).step() or None
 
@@ -224,7 +225,7 @@ def replicated(model: Any, pairs: Pairs, *, watched: bool, ddp: bool = False) ->
     pipeline, place = [rank % 2, rank % 2 + 2], rank // 2
     stage = cut(model, (4, 4), place)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    module: nn.Module = seen(stage, watched)
+    module: nn.Module = observed(stage, watched)
     if ddp:
         module = DistributedDataParallel(module, process_group=groups[place])
         return stage, _last_synchronised(module, pairs, pipeline)

@@ -8,15 +8,15 @@ from truth_check import Counts, Truth
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.faults import unchanged
+from pipeproof.own.faults import pass_on
 from pipeproof.own.judgement import diagnose, judge
 from pipeproof.own.observe import observe
-from pipeproof.own.validator import crashed, explained, refused
+from pipeproof.own.validator import crash_verdict, explain_case, refusal_verdict
 from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.wings.specimens import SPECIMENS, tries_on
 from pipeproof.wings.specimens.planting import NORM
-from pipeproof.wings.specimens.specimen import Specimen, halved
+from pipeproof.wings.specimens.specimen import Specimen, split_microbatches
 from pipeproof.wings.specimens.trial import smallest_of
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
@@ -98,7 +98,7 @@ def truth_of(specimen: Specimen, case: Case) -> Truth:
 
 def _popped_otherwise(truth: Truth, case: Case) -> Truth:
     """One microbatch twice in the place of another."""
-    twice = halved(case.built, case.stages // 2)[1:2]
+    twice = split_microbatches(case.built, case.stages // 2)[1:2]
     return replace(truth, also=(replace(truth, kinds=("doubled",), microbatches=twice, alike=(), factors=(2.0,)),))
 
 
@@ -143,18 +143,18 @@ def wanted(names: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
 def tried(case: Case, world: World) -> Iterator[Tried]:
     """What is said of ``case`` with boundary tensors, and from final gradients alone."""
     specimen = SPECIMENS[case.specimen]
-    if specimen.reorder is not unchanged:
+    if specimen.reorder is not pass_on:
         if broken := tuple(violations(specimen.reorder(lower(case.built)))):
-            yield Tried(case, True, refused(case, broken))
+            yield Tried(case, True, refusal_verdict(case, broken))
         return
     try:
         observed = observe(case, world)
     except RankFailed as failure:
-        yield Tried(case, True, crashed(case, failure))
+        yield Tried(case, True, crash_verdict(case, failure))
         return
     verdict = judge(case, observed)
-    if verdict.verdict != "fail":
+    if verdict.outcome != "fail":
         yield Tried(case, True, verdict)
         return
-    yield Tried(case, True, explained(case, world, observed, verdict))
+    yield Tried(case, True, explain_case(case, world, observed, verdict))
     yield Tried(case, False, diagnose(case, observed.final(), verdict))

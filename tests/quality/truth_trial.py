@@ -12,7 +12,7 @@ from truth_check import Counts, Truth
 from truth_layers import blocks, chain, data_of, seeded
 from truth_models import WIDTH, Block, Pairs, loss_fn
 
-from pipeproof import Composed, Contract
+from pipeproof import Contract, StageByStage
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 
@@ -194,7 +194,7 @@ class Trial:
         if self.against != "reference":
             step = partial(_of_itself, step=step, build=build)
         if self.against == "itself":
-            return whitebox.validate(step, reference=Composed(loss_of_rows, build=build), **given)
+            return whitebox.validate(step, reference=StageByStage(loss_of_rows, build=build), **given)
         return whitebox.validate(step, reference=build, loss_fn=loss_of_rows, **given)
 
 

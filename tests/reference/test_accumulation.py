@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.reference.accumulation import PLAIN, Accumulation, added, added_onto
+from pipeproof.reference.accumulation import PLAIN, Accumulation, add_onto, add_parts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -47,7 +47,7 @@ def test_sums_are_rounded_while_replicas_reduce_them_be_it_one_alone() -> None:
 
 def test_a_sum_goes_on_from_one_before_it() -> None:
     a, b = parts(2)
-    assert torch.equal(added([PLAIN.total([a], [0]), b]), PLAIN.total([b], [0], onto=a))  # type: ignore[arg-type]
+    assert torch.equal(add_parts([PLAIN.total([a], [0]), b]), PLAIN.total([b], [0], onto=a))  # type: ignore[arg-type]
 
 
 def test_what_nobody_gives_a_gradient_has_none() -> None:
@@ -67,10 +67,10 @@ def test_the_whole_is_cast_at_last() -> None:
 
 def test_what_replicas_began_with_is_one_alike_or_a_sum() -> None:
     a, b, *_ = parts()
-    assert added_onto([a, a.clone()]) is a
-    assert added_onto([None, a]) is a
-    assert added_onto([None, None]) is None
-    both = added_onto([a, b])
+    assert add_onto([a, a.clone()]) is a
+    assert add_onto([None, a]) is a
+    assert add_onto([None, None]) is None
+    both = add_onto([a, b])
     assert both is not None
     assert torch.equal(both, a + b)
 

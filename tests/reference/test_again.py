@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.reference.again import Again, Called, State, flowed
+from pipeproof.reference.again import Again, Called, State, objective_of
 
 Make = Callable[[], nn.Module]
 
@@ -106,10 +106,10 @@ def test_what_flowed_to_outputs_is_where_the_backward_begins() -> None:
     flow = torch.randn(8, 4)
     flow[0, 0], flow[1] = -0.0, torch.tensor([float("inf"), 1e-45, 1e38, 0.0])
     out = stage(x)
-    seen = []
-    out.register_hook(seen.append)
-    flowed(out, {0: flow}).backward()
-    (came,) = seen
+    observed = []
+    out.register_hook(observed.append)
+    objective_of(out, {0: flow}).backward()
+    (came,) = observed
     assert torch.equal(came.view(torch.int32), flow.view(torch.int32))
 
 
@@ -119,7 +119,7 @@ def test_an_output_of_which_another_was_made_has_what_came_from_behind_told_apar
     first = x * weight
     second = first * 3
     more: dict[int, Tensor] = {}
-    flowed((first, second), {0: whole, 1: behind}, note=more.__setitem__).backward()
+    objective_of((first, second), {0: whole, 1: behind}, note=more.__setitem__).backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, whole * x), "as all that came to it was, and not that and the second's"
     assert more.keys() == {0}
@@ -127,18 +127,18 @@ def test_an_output_of_which_another_was_made_has_what_came_from_behind_told_apar
 
 
 def test_where_nothing_flows_there_is_nothing_to_differentiate() -> None:
-    assert not flowed(torch.randn(3, requires_grad=True), {}).requires_grad
+    assert not objective_of(torch.randn(3, requires_grad=True), {}).requires_grad
 
 
 def test_the_value_of_what_flowed_is_a_size_in_which_nothing_cancels() -> None:
     out = torch.tensor([1.0, 2.0], requires_grad=True)
-    assert flowed(out, {0: torch.tensor([2.0, -1.0])}).item() == 4.0
+    assert objective_of(out, {0: torch.tensor([2.0, -1.0])}).item() == 4.0
 
 
 def test_a_state_says_whether_a_module_has_other_buffers() -> None:
     stage = Counting()
     before = State.of(stage)
     stage(torch.randn(2, 4))
-    with before.resumed(stage):
+    with before.resume(stage):
         assert stage.count.item() == 0
     assert stage.count.item() == 1

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pipeproof.reference.attributes import attributes_of, changed, put_back
+from pipeproof.reference.attributes import attributes_of, list_changed, put_back
 
 
 class Told(nn.Module):
@@ -18,7 +18,7 @@ def test_numbers_and_tensors_that_are_there_are_put_back_for_a_time() -> None:
     told, first = stage[0], stage[0].labels
     had = tuple(attributes_of(stage))
     told.count, told.labels, told.mask = 2, torch.tensor([3]), None
-    assert changed(stage, had) == ["0.count", "0.labels"]  # nobody has that mask any more
+    assert list_changed(stage, had) == ["0.count", "0.labels"]  # nobody has that mask any more
     with put_back(stage, had):
         assert (told.count, told.mask) == (1, None)
         assert told.labels is first
@@ -32,7 +32,7 @@ def test_what_was_written_to_is_not_known() -> None:
     labels = told.labels
     told.labels = torch.tensor([3])
     labels += 1
-    assert changed(told, had) == []
+    assert list_changed(told, had) == []
 
 
 def test_what_torch_keeps_there_is_not_touched() -> None:

@@ -1,4 +1,4 @@
-"""What routers choose by their scores: seen in whatever form they ask for it, and made otherwise where told so."""
+"""What routers choose by their scores: observed in whatever form they ask for it, and made otherwise where told so."""
 
 from collections.abc import Callable
 
@@ -79,7 +79,10 @@ def test_other_modules_are_left_alone() -> None:
 def test_by_how_much_scores_would_be_off() -> None:
     masked = torch.tensor([[1.0, 0.75, 0.5, -torch.inf]])
     choice = Choice(masked, torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
-    short = {seen: choice.short_T(torch.tensor([seen])).item() for seen in ((0, 1), (1, 0), (0, 2), (2, 1), (0, 3))}
+    short = {
+        observed: choice.short_T(torch.tensor([observed])).item()
+        for observed in ((0, 1), (1, 0), (0, 2), (2, 1), (0, 3))
+    }
     assert short == {(0, 1): 0.0, (1, 0): 0.0, (0, 2): 0.25, (2, 1): 0.5, (0, 3): torch.inf}
     tied = Choice(torch.ones(1, 3), torch.tensor([[0]]), torch.tensor([[0]]))
     assert tied.short_T(torch.tensor([[2]])).item() == 0.0, "among equal scores any is right"
@@ -97,16 +100,16 @@ def test_which_choices_are_those_of_experts() -> None:
 
 
 def test_scores_that_are_transposed_are_those_of_experts_for_tokens() -> None:
-    seen: list[Choice] = []
+    observed: list[Choice] = []
 
     def look(_: object, choice: Choice) -> Tensor:
-        seen.append(choice)
+        observed.append(choice)
         return choice.own_TK
 
     with Choosing(look):
         SCORES.T.topk(1)
         SCORES.topk(1)
-    assert [one.of_tokens for one in seen] == [False, True]
+    assert [one.of_tokens for one in observed] == [False, True]
 
 
 def test_how_many_tokens_come_in_tells_what_is_chosen_for_what() -> None:

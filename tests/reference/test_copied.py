@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 
 
 class Settings:
@@ -23,7 +23,7 @@ def test_a_process_group_is_shared_and_the_rest_is_copied() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.settings, model.group, model.lock = Settings(group), group, threading.Lock()  # type: ignore[assignment]
     model.code, model.last = torch, nn.Linear(2, 2)(torch.ones(2))  # type: ignore[assignment]
-    copy = copied(model).double()
+    copy = deep_copy(model).double()
     assert copy.group is group
     assert copy.settings.groups["model"] is group
     assert (copy.lock, copy.code, copy.last) == (model.lock, torch, model.last)
@@ -40,4 +40,4 @@ class Single(nn.Linear):
 
 def test_a_module_is_never_shared() -> None:
     with pytest.raises(TypeError, match="there is one of me"):
-        copied(nn.Sequential(Single(2, 2)))
+        deep_copy(nn.Sequential(Single(2, 2)))

@@ -1,4 +1,4 @@
-"""What a computation draws from is seen, and put back."""
+"""What a computation draws from is observed, and put back."""
 
 import cProfile
 import random
@@ -193,8 +193,8 @@ def test_states_that_were_there_may_be_set_again() -> None:
 
 
 def test_a_profiler_of_the_users_own_goes_on() -> None:
-    seen: list[str] = []
-    sys.setprofile(lambda frame, event, arg: seen.append(event))
+    observed: list[str] = []
+    sys.setprofile(lambda frame, event, arg: observed.append(event))
     try:
         own = sys.getprofile()
         with suppress(ZeroDivisionError), DrawnFrom([], []):
@@ -202,7 +202,7 @@ def test_a_profiler_of_the_users_own_goes_on() -> None:
         assert sys.getprofile() is own
     finally:
         sys.setprofile(None)
-    assert seen
+    assert observed
 
 
 def test_under_a_profiler_in_c_nothing_breaks_and_what_operators_are_given_is_seen() -> None:

@@ -40,13 +40,13 @@ def test_there_is_none_where_a_parameter_is_reached_past_it() -> None:
 
 
 def test_a_first_hook_sees_what_came_and_changes_nothing() -> None:
-    x, seen = torch.ones(2, requires_grad=True), list[Tensor]()
+    x, observed = torch.ones(2, requires_grad=True), list[Tensor]()
     y = x * 1
     handle = y.register_hook(lambda flow: flow * 3)
     y.register_hook(lambda flow: flow + 1)
-    hook_first(y, lambda flow: seen.append(flow.clone()))
+    hook_first(y, lambda flow: observed.append(flow.clone()))
     y.backward(torch.full((2,), 2.0), retain_graph=True)
-    assert seen[0].tolist() == [2.0, 2.0]
+    assert observed[0].tolist() == [2.0, 2.0]
     assert x.grad is not None
     assert x.grad.tolist() == [7.0, 7.0]
     handle.remove()
@@ -78,4 +78,4 @@ HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_stage_may_change_the_gradient_of_what_it_gives(hook: Callable[[Tensor], Tensor], at: int) -> None:
     stages = layers(torch.tanh, torch.sin, torch.tanh)
     verdict = checked(Job([*stages[:at], Hooked(hook), *stages[at + 1 :]]))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)

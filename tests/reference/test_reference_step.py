@@ -106,11 +106,11 @@ def test_what_a_step_must_give_can_be_had_without_an_update() -> None:
     one, two = reference_of("gpt-tied"), reference_of("gpt-tied")
     weights = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
     backwards, batches = orders(list(reversed(range(COUNT)))), data("gpt-tied")
-    due = one.before_update(batches, tuple(one.contributing(batches)), orders=backwards)
+    expected = one.before_update(batches, tuple(one.contributing(batches)), orders=backwards)
     trained = two.perform("train", batches, orders=backwards)
-    assert (due.losses, due.loss, due.norm) == (trained.losses, trained.loss, trained.norm)
-    assert due.gradients.keys() == trained.gradients.keys()
-    assert all(torch.equal(due.gradients[site], part) for site, part in trained.gradients.items())  # type: ignore[arg-type]
+    assert (expected.losses, expected.loss, expected.norm) == (trained.losses, trained.loss, trained.norm)
+    assert expected.gradients.keys() == trained.gradients.keys()
+    assert all(torch.equal(expected.gradients[site], part) for site, part in trained.gradients.items())  # type: ignore[arg-type]
     assert all(torch.equal(parameter, weights[name]) for name, parameter in one.model.named_parameters())
 
 
@@ -154,8 +154,8 @@ def test_a_module_that_is_in_every_stage_has_one_gradient_everywhere() -> None:
     batches = [Batch((torch.randn(2, 4),), torch.randn(2, 4), 2) for _ in range(COUNT)]
     recipe = Recipe(loss=Loss(torch.nn.functional.mse_loss, float(COUNT)))
     reference = Reference(model, owner=owner, recipe=recipe)
-    due = sum(torch.nn.functional.mse_loss(model(b.inputs[0]), b.target) / COUNT for b in batches)
-    gradients = torch.autograd.grad(due, list(one.parameters()))
+    right = sum(torch.nn.functional.mse_loss(model(b.inputs[0]), b.target) / COUNT for b in batches)
+    gradients = torch.autograd.grad(right, list(one.parameters()))
     expected = reference.before_update(batches, reference.contribute(batches), orders=orders())
     assert all(p is q for p, q in zip(one.parameters(), model.parameters(), strict=True))
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))

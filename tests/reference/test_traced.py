@@ -50,9 +50,9 @@ def test_pairs_are_those_of_our_own_pairing(name: str) -> None:
     for stage in range(own.stages):
         assert other.parameters(stage).keys() == own.parameters(stage).keys()
         assert alike(other.contribution(stage, 1), own.contribution(stage, 1))
-        (mine,), (its,) = (side.paired(stage, 0, [side.seed(stage, 2)]) for side in (own, other))
+        (mine,), (its,) = (side.pair(stage, 0, [side.seed(stage, 2)]) for side in (own, other))
         assert alike(mine, its)
-        (mine,), (its,) = (side.paired(stage, 0, [side.flow(stage, 2)]) for side in (own, other))
+        (mine,), (its,) = (side.pair(stage, 0, [side.flow(stage, 2)]) for side in (own, other))
         assert alike(mine, its)
 
 
@@ -84,7 +84,7 @@ def test_what_passes_by_a_stage_outside_of_modules_is_followed() -> None:
     model = Bypass()
     found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
     assert found.unpaired == ""
-    (made,) = found.paired(0, 0, [found.flow(0, 0)])
+    (made,) = found.pair(0, 0, [found.flow(0, 0)])
     assert alike(made, found.contribution(0, 0))
 
 
@@ -126,7 +126,7 @@ def test_what_one_of_several_streams_is_made_of_may_be_another_of_them(skip: boo
     assert found.unpaired == ""
     golden("\n".join(sorted(found.end(0))))
     for stage in range(2):
-        (made,) = found.paired(stage, 1, [found.seed(stage, 1)])
+        (made,) = found.pair(stage, 1, [found.seed(stage, 1)])
         assert alike(made, found.contribution(stage, 1))
 
 
@@ -143,7 +143,7 @@ def test_where_no_tensor_separates_stages_there_are_no_pairs_and_that_is_said() 
     model = Headless()
     found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
     golden(found.unpaired)
-    assert found.paired(0, 0, [found.flow(0, 1)]) == [None]
+    assert found.pair(0, 0, [found.flow(0, 1)]) == [None]
     gradient = found.contribution(0, 0).gradients["blocks.0.weight"]
     assert gradient is not None
     assert gradient.any()
@@ -173,7 +173,7 @@ def test_a_loss_that_the_model_makes_itself_has_no_other_target() -> None:
     batches = [Batch(batch.inputs, torch.empty(0), 0) for batch in own_batches()]
     loss = Loss(lambda output, target: output.square().mean(), COUNT)
     found = traced(model, batches, {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1}, loss)
-    assert found.paired(1, 0, [found.seed(1, 2)]) == [None]
+    assert found.pair(1, 0, [found.seed(1, 2)]) == [None]
 
 
 def test_stages_that_are_too_large_for_pairs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_backward_that_writes_into_what_its_forward_saved_is_walked_several_ti
         assert one.unpaired == ""
     for stage in range(3):
         assert alike(found.contribution(stage, 1), plain.contribution(stage, 1))
-        (mine,), (its,) = (side.paired(stage, 0, [side.flow(stage, 2)]) for side in (found, plain))
+        (mine,), (its,) = (side.pair(stage, 0, [side.flow(stage, 2)]) for side in (found, plain))
         assert alike(mine, its)
 
 

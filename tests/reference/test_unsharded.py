@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from pipeproof.reference.unsharded import is_flat, is_wrapped, unsharded
+from pipeproof.reference.unsharded import is_flat, is_wrapped, unshard
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -35,7 +35,7 @@ def compared(context: RankContext, policy: MixedPrecisionPolicy, inside: bool) -
         fully_shard(module.inner, mesh=mesh, mp_policy=policy)
     module = fully_shard(module, mesh=mesh, mp_policy=policy)
     whole = {name: one.full_tensor() for name, one in module.named_parameters()}  # type: ignore[attr-defined]
-    made = unsharded(module, whole)
+    made = unshard(module, whole)
     x, times = torch.randn(2, 4), torch.randn(2, 4)
     ours, theirs = made(x, times=times), module(x, times=times)
     ours.sum().backward()

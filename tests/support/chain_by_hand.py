@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
@@ -74,7 +74,7 @@ def chain_step(context: RankContext, way: Chained) -> Verdict:
     scaler = GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     scaler.scale(torch.zeros(()))  # on ranks without a loss, too
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1) if scale else None
-    by = Composed(loss_fn, optimizer=optimizer, scaler=scaler if scale else None)
+    by = StageByStage(loss_fn, optimizer=optimizer, scaler=scaler if scale else None)
     with check_step(stage, data(way), against=by, rename="{}.{}".format, timeout_s=20) as check:
         for inputs, target in data(way):
             inputs = tuple(one.requires_grad_(way.wants_first) for one in inputs)

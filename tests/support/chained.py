@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract, check_step
+from pipeproof import Contract, StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
@@ -71,7 +71,7 @@ def step(context: RankContext, count: int, faults: Faults, *, clips: bool = Fals
     stage, own = stage_of(rank), faults if faults.rank == rank else Faults()
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9)
-    by = Composed(LOSS, optimizer=optimizer, contract=Contract(max_norm=0.1)) if clips else Composed(LOSS)
+    by = StageByStage(LOSS, optimizer=optimizer, contract=Contract(max_norm=0.1)) if clips else StageByStage(LOSS)
     given = microbatches if rank in (0, last) else None
     with check_step(stage, given, against=by, rename=named, timeout_s=20, **options) as check:
         at = Step(rank, context.ranks)

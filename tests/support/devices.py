@@ -44,7 +44,7 @@ def steps(context, times="1", **given):
     data = [(x, torch.zeros(8, 16).to(context.device)) for x in data]
     for _ in range(2):
         with check_step(stage, data, against=SingleDevice(build, loss_fn, **given)) as check:
-            result = schedule.wrapped(check.wrap).train_step(data, max_norm=0.1)
+            result = schedule.wrap(check.wrap).train_step(data, max_norm=0.1)
             check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
     return f"{check.verdict}, by a reference on {', '.join({*os.environ['PLACES'].split()})}"
 

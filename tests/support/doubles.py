@@ -1,15 +1,17 @@
 """A double of each extension point: as little as one can be, and all that one must be."""
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.core.judge import concluded
+from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.core.tolerance import Floor
@@ -22,12 +24,13 @@ from pipeproof.whitebox.expectation import Expectation
 from pipeproof.whitebox.rank import RankOrder
 from pipeproof.wings.primitives.part import RankPart
 from pipeproof.wings.primitives.primitive import Level, Primitive
+from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 
 class InThisProcess(World):
-    """A world of one rank, which is this process."""
+    """A world of one rank, which is this process: what a job sets for it, its environment too, is put back."""
 
     def run(
         self,
@@ -38,11 +41,14 @@ class InThisProcess(World):
         meanwhile: Iterable[object] = (),
     ) -> list[Any]:
         assert ranks == 1, "there is one"
+        settings = Settings()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            return [job(RankContext(0, 1, "cpu", dist.group.WORLD), *args)]
+            with mock.patch.dict(os.environ):
+                return [job(RankContext(0, 1, "cpu", dist.group.WORLD), *args)]
         finally:
             dist.destroy_process_group()
+            settings.put_back()
 
 
 class Tripled(AroundGradients):
@@ -63,7 +69,7 @@ class OneFault:
     def load(self, path: str, /) -> object:
         raise SpecimenError(f"{path}: nothing is read")
 
-    def named(self, name: str, /) -> Change | None:
+    def find(self, name: str, /) -> Change | None:
         def plant(parts: Parts) -> Parts:
             return replace(parts, gradients=Tripled(parts.gradients, parts.stages))
 
@@ -77,13 +83,13 @@ class KnownLosses(Expectation):
     losses: tuple[float, ...]
     contract: Contract = DEFAULTS
 
-    def checked(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
+    def check_on_rank(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
         ledger = Ledger(("loss",))
-        _, seen = order.step(None, order.microbatches)  # type: ignore[misc]  # modules and losses
-        for m, (one, expected) in enumerate(zip(seen, self.losses, strict=True)):
+        _, observed = order.step(None, order.microbatches)  # type: ignore[misc]  # modules and losses
+        for m, (one, expected) in enumerate(zip(observed, self.losses, strict=True)):
             place = Heading.at("loss", 0, frozenset(), rank=context.rank, microbatch=m)
             ledger.numbers(place, one, expected, lambda: Floor(0.0, 0.0, 1.0))
-        return concluded(ledger, "a step of known losses")
+        return conclude(ledger, "a step of known losses")
 
     def of_a_step(self, loss_fn: LossFn | None, contract: Contract) -> Self:
         return self

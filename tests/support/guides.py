@@ -65,12 +65,12 @@ def steady(text: str) -> list[str]:
     return text.split()
 
 
-def same(seen: str, expected: str) -> bool:
+def same(observed: str, expected: str) -> bool:
     """Whether two outputs say the same; measured numbers need only be close.
 
     Machines round differently. The text that models learn from comes with Python and differs between versions.
     """
-    ours, theirs = steady(seen), steady(expected)
+    ours, theirs = steady(observed), steady(expected)
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 

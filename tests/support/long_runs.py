@@ -88,7 +88,7 @@ def in_stages(to: Path, numbers: Sequence[int]) -> None:
         for number in numbers:
             microbatches = microbatches_of(number)
             with run.step(microbatches, number=number) as step:
-                result = schedule.wrapped(step.wrap).train_step(microbatches, max_norm=1.0)
+                result = schedule.wrap(step.wrap).train_step(microbatches, max_norm=1.0)
                 step.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
 
 

@@ -36,7 +36,7 @@ def agrees(found: Mesh, schedule: Schedule) -> bool:
                 total[row] += _number(place[rank], part[rank], copy, units, context, stages, row)
         return total
 
-    def due(stage_place: int, own: int, copy: int | None, row: int) -> Fraction:
+    def expected(stage_place: int, own: int, copy: int | None, row: int) -> Fraction:
         count, pieces = schedule.microbatches * found.replicas, found.pieces
         units = [(m, one) for m in range(count) for one in range(pieces)]
         at, whole = frozenset([stage_place]), ((frozenset([unit]), frozenset(unit[:1])) for unit in units)
@@ -44,7 +44,7 @@ def agrees(found: Mesh, schedule: Schedule) -> bool:
 
     def right(rank: int, made: list[Fraction], copies: Sequence[tuple[int, int | None]]) -> bool:
         begin, end = found.holds[rank] if found.holds else kept[rank]
-        wanted = [sum(due(at, part[rank], copy, row) for at, copy in copies) for row in range(begin, end)]
+        wanted = [sum(expected(at, part[rank], copy, row) for at, copy in copies) for row in range(begin, end)]
         return [one * found.divisor for one in made] == wanted
 
     kept = rows_kept(found)

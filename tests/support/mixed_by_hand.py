@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.whitebox import WhiteBox, watch
-from pipeproof.whitebox.handed_back import HandedBack
+from pipeproof.whitebox import WhiteBox
+from pipeproof.whitebox.handed_back import StepResult
 from pipeproof.wings.specimens.mixed import RANKS, MixedCase
 from pipeproof.wings.specimens.mixed_step import MixedPrecision, MixedStep, loss_fn, microbatches_of
 
@@ -37,10 +38,10 @@ def model_of(way: MixedPrecision) -> nn.Sequential:
     return nn.Sequential(*stages).to(way.weights)
 
 
-def step_of(case: MixedCase, *, watched: bool) -> Callable[[Any, list[Any]], HandedBack]:
+def step_of(case: MixedCase, *, watched: bool) -> Callable[[Any, list[Any]], StepResult]:
     """The step, which hands back gradients when they are complete."""
 
-    def step(model: Any, microbatches: Sequence[Any]) -> HandedBack:
+    def step(model: Any, microbatches: Sequence[Any]) -> StepResult:
         rank = dist.get_rank()
         stage = watch(model[rank]) if watched else model[rank]
         of_model = type("Here", (case.step,), {"built": lambda self: stage})
@@ -50,7 +51,7 @@ def step_of(case: MixedCase, *, watched: bool) -> Callable[[Any, list[Any]], Han
             kept.update({one.named[name]: gradient.clone() for name, gradient in gradients.items()})
 
         one.run(microbatches, look)
-        return HandedBack(
+        return StepResult(
             one.stage,
             one.losses or None,
             one.norm,

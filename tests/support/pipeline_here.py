@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 
 MSE = nn.functional.mse_loss
 DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]
@@ -112,10 +112,10 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
-    """The verdict on a step of ``job``, which must not notice it: ``more`` is what ``Composed`` is told."""
+    """The verdict on a step of ``job``, which must not notice it: ``more`` is what ``StageByStage`` is told."""
     torch.manual_seed(1)
     stages, data = dict(enumerate(job.stages)), job.data if given is None else given
-    with check_step(stages, data, against=Composed(job.loss_fn, **more), rename=lambda s, n: f"{s}.{n}") as check:
+    with check_step(stages, data, against=StageByStage(job.loss_fn, **more), rename=lambda s, n: f"{s}.{n}") as check:
         losses = job.step()
         drawn = [random.random(), numpy.random.rand(), float(torch.rand(()))]
         states = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()

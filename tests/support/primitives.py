@@ -23,6 +23,6 @@ def all_held(verdict: Verdict, stack: Stack, reference: Reference | None = None)
 
 def is_caught(verdict: Verdict, causes: str, told: str) -> bool:
     """Whether ``verdict`` names these causes and no other, none where that is empty, and says what is ``told``."""
-    named = {one.kind for one in verdict.cause} == set(causes.split())
+    named = {one.kind for one in verdict.causes} == set(causes.split())
     words = verdict.details.partition("  replay")[0]  # which has the name of the test, and so these words
-    return verdict.verdict == "fail" and named and told in words
+    return verdict.outcome == "fail" and named and told in words

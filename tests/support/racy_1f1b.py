@@ -314,7 +314,7 @@ HANGS: tuple[type[OneFOneB], ...] = (SendsFirst, SomeComeToABarrier, ReducesInAn
 
 def trained(model: Any, microbatches: list[Any], *, by: type[OneFOneB], loss_fn: Callable[..., Tensor]) -> Any:
     """One step on a stage for each rank: a step for ``whitebox.validate``, with its stage watched."""
-    from pipeproof.whitebox import watch
+    from pipeproof import watch
 
     stage = watch(model[dist.get_rank()])
     return stage, by(stage, microbatches, loss_fn).step()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeproof import Composed, Contract, check_step
+from pipeproof import Contract, StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 
@@ -127,7 +127,7 @@ def sharded_steps(context: RankContext, way: Sharded, steps: int = 2) -> list[Ve
         if not plant.kept(rank):
             optimizer.zero_grad()
         microbatches = [_drawn(draw) for _ in range(COUNT)]
-        against = Composed(LOSS, optimizer=optimizer, contract=Contract(max_norm=MOST))
+        against = StageByStage(LOSS, optimizer=optimizer, contract=Contract(max_norm=MOST))
         with check_step({number: stage}, microbatches, against=against, rename="{}.{}".format, timeout_s=20) as check:
             losses = _run(number, stage, plant.given(rank, microbatches), context, way)
             plant.done(rank, stage)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeproof.whitebox import HandedBack, watch
+from pipeproof import StepResult, watch
 
 WIDTH, COUNT = 16, 4
 loss_fn = nn.functional.mse_loss
@@ -106,7 +106,7 @@ class Planted:
 
 def step(
     model: nn.Sequential, microbatches: Sequence[Microbatch], *, ranks: dict[str, int], planted: Planted
-) -> HandedBack:
+) -> StepResult:
     """All forwards, then all backwards, of this rank's stage where ``ranks`` has the axis pp; dp and tp as well."""
     mesh, rank = init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=tuple(ranks)), dist.get_rank()
     own = model[mesh.get_local_rank("pp") :][:1] if "pp" in ranks else model
@@ -120,7 +120,7 @@ def step(
         dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
         parameter.grad /= mesh["dp"].size()
     planted.done(rank, layers)
-    return HandedBack(layers, losses or None, gradients={k: v for one in layers for k, v in one.gradients.items()})
+    return StepResult(layers, losses or None, gradients={k: v for one in layers for k, v in one.gradients.items()})
 
 
 def _accumulated(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, planted: Planted) -> list[float]:

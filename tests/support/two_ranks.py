@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import WIDTH, loss_fn, pairs
 
 COUNT = 4
@@ -111,13 +112,13 @@ plain = partial(model_of, plain_block)
 
 
 def passes(verdict: Verdict) -> Verdict:
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     return verdict
 
 
 def named(verdict: Verdict) -> list[tuple[str, int | None, int | None, tuple[int, ...]]]:
-    assert verdict.verdict == "fail", verdict
-    return [(cause.kind, cause.rank, cause.stage, cause.microbatches) for cause in verdict.cause]
+    assert verdict.outcome == "fail", verdict
+    return [(cause.kind, cause.rank, cause.stage, cause.microbatches) for cause in verdict.causes]
 
 
 def without_second(stage: nn.Module, m: int, x: Tensor, *, call: Call = called) -> Tensor:

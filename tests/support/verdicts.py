@@ -20,24 +20,24 @@ RAN = Ran(
         (*FIRST, *(Done(0, Kind.BACKWARD, m) for m in range(2))),
         (
             Done(1, Kind.FORWARD, 0, (WRONG,)),
-            Done(1, Kind.BACKWARD, 0, (replace(WRONG, really="", due="", seen=""),)),
+            Done(1, Kind.BACKWARD, 0, (replace(WRONG, really="", expected="", observed=""),)),
             Done(1, Kind.FORWARD, 1, (RIGHT,)),
             Done(1, Kind.BACKWARD, 1, (replace(RIGHT, agrees=None),)),
         ),
     ),
 )
 COMPARED = (
-    Compared("loss", 1, "pass", rank=1, microbatch=0, found=2.5, due=2.5),
-    Compared("loss", 1, "fail", rank=1, microbatch=1, error=0.04, floor=1e-8, limit=LIMIT, found=2.6, due=2.5),
+    Compared("loss", 1, "pass", rank=1, microbatch=0, observed=2.5, expected=2.5),
+    Compared("loss", 1, "fail", rank=1, microbatch=1, error=0.04, floor=1e-8, limit=LIMIT, observed=2.6, expected=2.5),
     Compared("gradient", 1, "fail", 1, 1, None, "head.weight", 0.3, 1e-7, LIMIT),
     Compared("gradient", 1, "pass", 0, 0, None, "body.weight", 2e-7, 1e-7, LIMIT),
-    Compared("grad-norm", 1, "pass", rank=0, found=7.5, due=7.5),
+    Compared("grad-norm", 1, "pass", rank=0, observed=7.5, expected=7.5),
 )
 CELLS = Cells(((Cell(1.0), Cell(1.0)), (Cell(0.0, ((1, 1.0),)), Cell(None))))
 LAWS = (
     LawResult("loss", "fail", 2, 1, 1, 0.04, 1e-8),
     LawResult("gradient", "fail", 2, 0, 1, 0.3, 1e-7),
-    LawResult("grad-norm", "not seen", note="no rank reports a norm"),
+    LawResult("grad-norm", "not observed", note="no rank reports a norm"),
     LawResult("boundaries", "pass", 7, 7, note="not compared: mask", left_out=("mask of 1F0",)),
 )
 FAILED = Verdict(
@@ -63,10 +63,10 @@ BARE = Verdict("mine", "unknown", "none", (), headline="rank 1 hangs", failure="
 def large() -> Verdict:
     """10,000 actions on 16 ranks, each with what passed, and 1,000 parameters."""
     microbatches = 312
-    seen = (replace(RIGHT, what="input", made=False), RIGHT)
+    observed = (replace(RIGHT, what="input", made=False), RIGHT)
     schedule = build("1f1b", ranks=16, virtual=1, microbatches=microbatches)
-    rows = tuple(tuple(Done(*action, seen) for action in row) for row in schedule.ranks)
-    broken = Done(7, Kind.FORWARD, 200, (replace(WRONG, really="6F3", due="6F200"),))
+    rows = tuple(tuple(Done(*action, observed) for action in row) for row in schedule.ranks)
+    broken = Done(7, Kind.FORWARD, 200, (replace(WRONG, really="6F3", expected="6F200"),))
     rows = tuple(tuple(broken if one.action == "7F200" else one for one in row) for row in rows)
     names = [f"blocks.{k}.attention.projection.weight" for k in range(1000)]
     compared = tuple(
@@ -76,5 +76,5 @@ def large() -> Verdict:
     row = tuple(Cell(float(m != 200)) for m in range(microbatches))
     weights = tuple(Weights(name, row) for name in names)
     measured = Measured(compared, Ran(1, microbatches, tuple(range(16)), rows), 7, weights)
-    cause = replace(FAILED.cause[0], rank=7, stage=7, microbatches=(200,), action="7F200")
-    return replace(FAILED, cause=(cause,), cells=Cells((row,) * 16), measured=measured)
+    cause = replace(FAILED.causes[0], rank=7, stage=7, microbatches=(200,), action="7F200")
+    return replace(FAILED, causes=(cause,), cells=Cells((row,) * 16), measured=measured)

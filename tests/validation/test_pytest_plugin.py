@@ -198,6 +198,7 @@ def test_a_failure_of_one_rank_is_told_by_rank_0(session: Session, name: str, st
     assert story in session.junit()[name]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["test_passes", "test_ranks_draw_alike", "test_one_rank_passes"])
 def test_a_failure_leaves_later_tests_alone(session: Session, name: str) -> None:
     assert session.outcomes()[name] == {"passed"}
@@ -208,6 +209,7 @@ def test_a_skip_or_expected_failure_stays_one(session: Session, name: str) -> No
     assert session.outcomes()[name] == {"passed", "skipped"}
 
 
+@pytest.mark.sweep
 def test_what_the_culprit_printed_is_shown(session: Session) -> None:
     golden(session.output, lines="^noise of rank 1$")
 
@@ -216,6 +218,7 @@ def test_a_want_of_ranks_is_counted(session: Session) -> None:
     golden(session.output, lines="^pipeproof:")
 
 
+@pytest.mark.sweep
 def test_rank_0_alone_reports_and_all_end_alike(session: Session) -> None:
     assert session.output.count("test session starts") == 1
     assert session.statuses == {1}
@@ -278,6 +281,7 @@ def test_a_rank_that_is_stuck_is_named_and_the_session_ends(launch: Launch) -> N
     assert session.statuses == {3}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("option", ["--pipeproof-rank-timeout=1e9", "--override-ini=pipeproof_most_groups=-1"])
 def test_a_bound_that_is_none_is_refused(option: str, python: Run, tmp_path: Path) -> None:
     run = python(tmp_path, "-m", "pytest", option)
@@ -285,6 +289,7 @@ def test_a_bound_that_is_none_is_refused(option: str, python: Run, tmp_path: Pat
     golden("\n".join(re.findall("(?:error|ERROR): (.*)", run.stdout)), exact=True)
 
 
+@pytest.mark.sweep
 def test_a_rank_whose_process_ends_is_named(launch: Launch) -> None:
     session = launch(STUCK.replace("time.sleep(0.1)", "os._exit(7)"))
     story = "rank 1 of 2 did not come to the end of call of test_it.py::test_stuck before torchrun ended the session"
@@ -311,6 +316,7 @@ def test_a_session_that_only_leaves_out_is_no_success(python: Run, tmp_path: Pat
     assert run.returncode == 1
 
 
+@pytest.mark.sweep
 def test_a_session_in_which_something_passes_is_one(python: Run, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(WANTING + "\ndef test_passes(): pass\n")
     run = python(tmp_path, "-m", "pytest")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import UsageError, add, add_flag, number, whole, without_effect
+from pipeproof.commands.option_parser import UsageError, add, add_flag, number, refuse_unused, whole
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.work import case_of
 from pipeproof.own.config import Config
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
-from pipeproof.pipeline.sizes import counted, some, three_digits
+from pipeproof.pipeline.sizes import check_count, some, three_digits
 from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings.advise import (
@@ -99,15 +99,15 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    without_effect(options, options.given - _WITH_LIST, "with --list", where=options.list)
+    refuse_unused(options, options.given - _WITH_LIST, "with --list", where=options.list)
     if options.list:
         Terminal().say(_known())
         return 0
-    without_effect(options, ["--layout"], "without --write", where=options.write is None)
+    refuse_unused(options, ["--layout"], "without --write", where=options.write is None)
     job = Job(
         _model(options),
-        counted("batch", options.batch, most=_MOST_BATCH),
-        counted("sequence", options.sequence, most=_MOST_SEQUENCE),
+        check_count("batch", options.batch, most=_MOST_BATCH),
+        check_count("sequence", options.sequence, most=_MOST_SEQUENCE),
     )
     given = {name: unit * value for name, unit in UNITS.items() if (value := getattr(options, name)) is not None}
     device = replace(accelerator_named(options.device), **given)
@@ -115,16 +115,16 @@ def _advise(options: argparse.Namespace) -> int:
     allowed = Allowed(zero=tuple(range(options.zero + 1)))
     if options.recompute == "never":
         allowed = replace(allowed, recompute=(Recompute.NONE,))
-    most = counted("most", options.most, most=100)
+    most = check_count("most", options.most, most=100)
     if options.layout is not None:
-        counted("--layout", options.layout, most=most)
-    with Outputs.of(options).opened("advise") as files:
+        check_count("--layout", options.layout, most=most)
+    with Outputs.of(options).open("advise") as files:
         with Terminal().progress("advise"):
             steps, found = find_path(job, cluster, allowed), find_layouts(job, cluster, allowed, most=most)
         if options.layout is not None and found.best and options.layout > len(found.best):
             listed = some(len(found.best), "layout")
             raise UsageError(f"--layout {options.layout}: only {listed} can be listed; give one of these")
-        ending, asked = _ending(found, steps, job, cluster), _asked(job, cluster)
+        ending, asked = _ending(found, steps, job, cluster), _describe_request(job, cluster)
         Terminal().detail("\n".join(asked))
         for text in _tables(steps, found.best, job, cluster):
             Terminal().detail(f"\n{text}")
@@ -191,7 +191,9 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
     hidden = given["hidden"]
     width = -(-8 * hidden // (3 * 256)) * 256
     experts = (
-        Experts(counted("experts", given["experts"], least=2, most=1 << 16), 2, width) if "experts" in given else None
+        Experts(check_count("experts", given["experts"], least=2, most=1 << 16), 2, width)
+        if "experts" in given
+        else None
     )
     vocabulary = given.get("vocab", _VOCABULARY)
     name = ", ".join(f"{size} {count}" for size, count in given.items())
@@ -222,7 +224,8 @@ def _size(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
-def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
+def _describe_request(job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """The model and its sequences, and the devices and their memory, in words."""
     model, device = job.model, cluster.device
     memory = three_digits(device.memory / GIB)
     active = f", {_size(model.active_parameters)} of them active" if model.experts else ""

@@ -15,11 +15,11 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.config import Config, read_config
 from pipeproof.own.runtimes import OWN
 from pipeproof.own.timings import FEWEST, Ratio, Timing
-from pipeproof.pipeline.sizes import counted, some
+from pipeproof.pipeline.sizes import check_count, some
 from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import CPU
-from pipeproof.worlds.launcher import crowded, shared, start_fork_server
+from pipeproof.worlds.launcher import describe_sharing, start_fork_server, warn_of_crowd
 from pipeproof.worlds.rank_report import RankFailed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    counted("--rounds", options.rounds, least=FEWEST, most=_MOST)
+    check_count("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.config]
     works, device = [work_of(config) for config in configs], device_of(options, configs)
     for name, work in ((config.name, work) for config, work in zip(configs, works, strict=True)):
@@ -75,11 +75,11 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: 
     """Time a step of each; returns the exit status: 1 where a loss is not finite, 3 where ranks failed."""
     terminal, device = Terminal(), setting.chosen_device
     works = [replace(work, device=device) if isinstance(work, Case) else work for _, work in wanted]
-    timings = [Timing(config.name, *_told(work)) for (config, _), work in zip(wanted, works, strict=True)]
-    with setting.outputs.opened("bench") as files, setting.world() as world:
+    timings = [Timing(config.name, *_describe_work(work)) for (config, _), work in zip(wanted, works, strict=True)]
+    with setting.outputs.open("bench") as files, setting.world() as world:
         for config, work in wanted:
             tell_notes(config, work)
-        if many := crowded(max(work.ranks for work in works)):
+        if many := warn_of_crowd(max(work.ranks for work in works)):
             terminal.detail(many)
         failed = False
         with files.asked:
@@ -115,7 +115,7 @@ def _take_turns(works: Sequence[Work], timings: list[Timing], world: "World", ro
             timings[k] = timings[k].after(turns)
 
 
-def _told(work: Work) -> tuple[str, str]:
+def _describe_work(work: Work) -> tuple[str, str]:
     """What is run, and what a step of it computes."""
     if isinstance(work, Case):
         model = f"{work.model} in {work.dtype}, {some(work.layers, 'layer')}, {some(work.microbatches, 'microbatch')}"
@@ -140,18 +140,18 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
     ]
     terminal.say(table(_COLUMNS, rows, terminal.width))
     for one in others:
-        terminal.say("\n".join(_compared(first, one)))
+        terminal.say("\n".join(_compare_medians(first, one)))
     terminal.detail(
         f"{some(len(first.rounds), 'round')} each. step: the median of the slowest rank. spread: the slowest round to "
         "the fastest. memory: parameters and what a step allocates, at most, of the rank with most."
     )
-    if device == CPU and (said := shared(max(len(one.bytes) for one in timings))):
+    if device == CPU and (said := describe_sharing(max(len(one.bytes) for one in timings))):
         terminal.detail(f"{said}.")
     over, of = (" over gloo on a CPU", "GPUs, or of ") if device == CPU else ("", "")
     terminal.detail(f"These are small steps{over}: their times say little of {of}large models.")
 
 
-def _compared(first: Timing, other: Timing) -> Iterator[str]:
+def _compare_medians(first: Timing, other: Timing) -> Iterator[str]:
     """How the other compares, in words."""
     ratio = Ratio(first, other)
     each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"

@@ -22,8 +22,8 @@ from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
 from pipeproof.own.judgement import judge
 from pipeproof.own.observe import observe
-from pipeproof.own.validator import crashed, explained, narrow, refusal
-from pipeproof.records.case_record import observed_record
+from pipeproof.own.validator import crash_verdict, explain_case, narrow, refusal
+from pipeproof.records.case_record import record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
 from pipeproof.reports.page.page import CampaignRow, campaign
@@ -31,7 +31,7 @@ from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
-from pipeproof.worlds.launcher import crowded
+from pipeproof.worlds.launcher import warn_of_crowd
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import Decision, World
 
@@ -99,7 +99,7 @@ class Setting:
         if self.simulation is not None:
             raise Impossible(f"--device {self.device} with --world simulated: simulated ranks compute on cpu alone")
         if self.device == AUTO:
-            return accelerator.found()
+            return accelerator.detect()
         if why := accelerator.absence(self.device):
             cure = f"use --device cpu, or torch built for {self.device} on a machine that has one"
             raise Impossible(f"--device {self.device}, but {why}: {cure}")
@@ -147,14 +147,14 @@ def _run_of(case: Case, setting: Setting) -> CaseRun:
     here = replace(case, device=setting.chosen_device)
 
     def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
-        verdict, observed = validated(here, world, composed=setting.composed)
+        verdict, observed = validate_case(here, world, composed=setting.composed)
         if setting.plugin is not None:
             verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
 
         def keep() -> None:
             record = files.files["record"]
             if observed is not None and record.wanted:
-                write(observed_record(here, observed), record)
+                write(record_observed(here, observed), record)
             if observed is not None and setting.profile:
                 Terminal().say(profile_table(observed.profiles, Terminal().width))
 
@@ -174,10 +174,10 @@ def run_all(
 ) -> int:
     """Each of ``runs``, a line each and a screen for what is no pass; returns the exit status."""
     terminal, verdicts = Terminal(), list[Verdict]()
-    with setting.outputs.opened("replay" if setting.explain else "validate") as files, setting.world() as world:
+    with setting.outputs.open("replay" if setting.explain else "validate") as files, setting.world() as world:
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
-        if many := crowded(max(run.ranks for run in runs)):
+        if many := warn_of_crowd(max(run.ranks for run in runs)):
             terminal.detail(many)
         with files.asked:
             turns = [(run.title, partial(run.judge, world, files)) for run in runs]
@@ -191,7 +191,7 @@ def run_all(
         terminal.say(said)
         if world.searched:
             terminal.say(world.searched)
-        entries = [CampaignRow(one, one.verdict) for one in verdicts]
+        entries = [CampaignRow(one, one.outcome) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
         return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
 
@@ -203,7 +203,7 @@ def not_run(count: int) -> str:
 
 def _tell(terminal: Terminal, run: CaseRun, verdict: Verdict, setting: Setting) -> None:
     """A line, and a screen where there is more to say or somebody asked."""
-    passed, more = verdict.verdict == "pass", setting.explain or terminal.manner.verbose
+    passed, more = verdict.outcome == "pass", setting.explain or terminal.manner.verbose
     terminal.tell(run.row(verdict, terminal.width), verdict.word, passed=passed)
     if passed and (why := run.doubt()):
         terminal.say(why)
@@ -217,7 +217,7 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
 
 
-def validated(
+def validate_case(
     case: Case, world: World, *, measure: bool = True, composed: bool = False
 ) -> tuple[Verdict, Observed | None]:
     """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
@@ -237,13 +237,13 @@ def validated(
             with enough_ranks():
                 observed = observe(case, world)
         except RankFailed as failure:
-            return crashed(case, failure), None
+            return crash_verdict(case, failure), None
         verdict = judge(case, observed, measure=measure)
-        return explained(case, world, observed, verdict) if verdict.verdict == "fail" else verdict, observed
+        return explain_case(case, world, observed, verdict) if verdict.outcome == "fail" else verdict, observed
 
     for _ in world.interleavings():
         verdict, observed = once()
-        if verdict.verdict != "pass":
+        if verdict.outcome != "pass":
             if world.searches and not composed:
                 narrow(case, world)
                 verdict, observed = once()
@@ -266,7 +266,7 @@ def composed_verdict(case: Case, world: World) -> Verdict:
         with enough_ranks():
             verdict = validate_composed(case, world)
     except RankFailed as failure:
-        verdict = crashed(case, failure)
+        verdict = crash_verdict(case, failure)
     return replace(verdict, rerun=f"{verdict.replay} --check {COMPOSED}")
 
 

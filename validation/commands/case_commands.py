@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeproof.commands.option_parser import UsageError, add, add_flag, whole, without_effect
+from pipeproof.commands.option_parser import UsageError, add, add_flag, refuse_unused, whole
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     COMPOSED,
@@ -29,11 +29,11 @@ from pipeproof.commands.work import case_of, work_of
 from pipeproof.own.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.own.runtimes import OWN, TORCH
 from pipeproof.pipeline.files import is_csv
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, check_count
 from pipeproof.pipeline.transports import transport_of
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings import is_present
-from pipeproof.worlds.accelerator import AUTO, CPU, parsed
+from pipeproof.worlds.accelerator import AUTO, CPU, parse_device
 from pipeproof.worlds.launcher import start_fork_server
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -123,12 +123,12 @@ def _add_replay(commands: Commands) -> None:
 
 def _validate(options: argparse.Namespace) -> int:
     composed = options.check == COMPOSED
-    without_effect(options, _NOT_COMPOSED, "with --check composed", where=composed)
+    refuse_unused(options, _NOT_COMPOSED, "with --check composed", where=composed)
     if is_present("primitives"):
         from pipeproof.commands.primitive_commands import asks_for_stacks, validate_config, validate_stacks
 
         if asks_for_stacks(options):
-            without_effect(options, ["--check"], "with parallel primitives, which are checked whole", where=composed)
+            refuse_unused(options, ["--check"], "with parallel primitives, which are checked whole", where=composed)
             return validate_stacks(options)
     if options.config is None:
         (cases, left_out), device = table_of(options), options.device
@@ -146,7 +146,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _gate(options: argparse.Namespace) -> int:
-    without_effect(options, ["--max-ranks"], "with --cases 0", where=not options.cases)
+    refuse_unused(options, ["--max-ranks"], "with --cases 0", where=not options.cases)
     table, missing = table_of(options)
     start_fork_server()
     from pipeproof.commands.campaign import Setting
@@ -166,15 +166,15 @@ def _gate(options: argparse.Namespace) -> int:
 
 def _check_draw(options: argparse.Namespace, *, least: int) -> None:
     """Raise a ``ValueError`` for numbers of what is drawn that cannot be."""
-    counted("--cases", options.cases, least=least, most=MOST_ACTIONS)
-    counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
-    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    check_count("--cases", options.cases, least=least, most=MOST_ACTIONS)
+    check_count("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
+    check_count("--seed", options.seed, least=0, most=MOST_SEED)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
     other = options.runtime != OWN
-    without_effect(options, ["--dtype"], "with --runtime torch, which is run in fp32", where=other)
-    without_effect(options, ["--check"], f"with --runtime {options.runtime}", where=other)
+    refuse_unused(options, ["--dtype"], "with --runtime torch, which is run in fp32", where=other)
+    refuse_unused(options, ["--check"], f"with --runtime {options.runtime}", where=other)
     _check_draw(options, least=1)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
     start_fork_server()
@@ -187,8 +187,8 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(" ".join(options.case))
-    without_effect(options, _NOT_COMPOSED, "with --check composed", where=options.check == COMPOSED)
-    without_effect(options, ["--plugin"], "on a line without specimen=", where=not case.specimen)
+    refuse_unused(options, _NOT_COMPOSED, "with --check composed", where=options.check == COMPOSED)
+    refuse_unused(options, ["--plugin"], "on a line without specimen=", where=not case.specimen)
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
@@ -214,12 +214,14 @@ def _add_records(commands: Commands) -> None:
         "status 3: bits differ, and nothing measured tells whether that is rounding.",
     )
     right = "what `pipeproof record` wrote, or the folder of a run that is right"
-    seen = "what validate or replay wrote with --record, or the folder of a run; its schedule, P and V may be others"
+    observed = (
+        "what validate or replay wrote with --record, or the folder of a run; its schedule, P and V may be others"
+    )
     third = (
         "the folder of a third run, right but with another order of sums: it measures what rounding does, step by step"
     )
     add(comparer, "expected", None, right)
-    add(comparer, "seen", None, seen)
+    add(comparer, "observed", None, observed)
     add(comparer, "--also", "RUN", third)
     add(comparer, "--until", "STEP", "of runs, the last step to compare (default: the last one)", whole)
     differ = commands.add_parser(
@@ -231,7 +233,7 @@ def _add_records(commands: Commands) -> None:
         "different, or one is wrong by its own config; 3: numbers alone do not decide.",
     )
     add(differ, "expected", "one", "what --record wrote in one run, or `pipeproof record`")
-    add(differ, "seen", "other", "what --record wrote in another run")
+    add(differ, "observed", "other", "what --record wrote in another run")
     for parser, run in ((comparer, _compare), (differ, _diff)):
         add_outputs(parser, what="the verdict", page=True)
         parser.set_defaults(run=run)
@@ -253,25 +255,25 @@ def _record(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import compare_files, compare_folders
 
-    both = (options.expected, options.seen)
+    both = (options.expected, options.observed)
     folders, files = [one for one in both if Path(one).is_dir()], [one for one in both if not Path(one).is_dir()]
     if folders and files:
         raise UsageError(
             f"{folders[0]} is a folder, and {files[0]} is none: expected two runs, which are folders that record_run "
             "wrote, or two records, which are files"
         )
-    without_effect(options, ["--also", "--until"], "on records, which are files", where=not folders)
+    refuse_unused(options, ["--also", "--until"], "on records, which are files", where=not folders)
     if files:
         return compare_files(*both, outputs=Outputs.of(options))
     if options.until is not None:
-        counted("--until", options.until, least=0, most=MOST_ACTIONS)
+        check_count("--until", options.until, least=0, most=MOST_ACTIONS)
     return compare_folders(*both, also=options.also, until=options.until, outputs=Outputs.of(options))
 
 
 def _diff(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import diff_files
 
-    return diff_files(options.expected, options.seen, outputs=Outputs.of(options))
+    return diff_files(options.expected, options.observed, outputs=Outputs.of(options))
 
 
 def _add_specimens(commands: Commands) -> None:
@@ -281,7 +283,7 @@ def _add_specimens(commands: Commands) -> None:
     add(parser, "--schedule", "NAME,...", there, known=_EVERY, default="")
     add(parser, "--only", "NAME,...", "these specimens alone (default: all)", known=_all_specimens, default="")
     where = "the type of device that ranks compute on (default: cpu); another one shows more faults than the CPU does"
-    add(parser, "--device", "TYPE", where, parsed, default=CPU)
+    add(parser, "--device", "TYPE", where, parse_device, default=CPU)
     add_search(parser)
     own = "a Python file that registers specimens of your own: those alone, unless --only says more"
     add(parser, "--plugin", "FILE", own)
@@ -294,33 +296,33 @@ def _add_specimens(commands: Commands) -> None:
 
 
 def _all_specimens() -> Sequence[str]:
-    from pipeproof.wings.specimens import known_on
+    from pipeproof.wings.specimens import specimens_on
 
-    return known_on(AUTO, simulated=True)
+    return specimens_on(AUTO, simulated=True)
 
 
 def _specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import shrink_all, try_all
-    from pipeproof.wings.specimens import chosen, listing, loaded
+    from pipeproof.wings.specimens import choose, listing, load
 
     places = ("--schedule", "--device", "--transport", "--interleavings", "--final-only")
     runs = (*places, "--shrink", "--seed", "--timeout", "--json")
-    without_effect(options, runs, "with --list, which runs nothing", where=options.list)
-    without_effect(options, ["--seed"], "without --shrink", where=not options.shrink)
+    refuse_unused(options, runs, "with --list, which runs nothing", where=options.list)
+    refuse_unused(options, ["--seed"], "without --shrink", where=not options.shrink)
     why = "with --shrink, which draws its own schedules and names nothing"
-    without_effect(options, (*places, "--world"), why, where=options.shrink)
-    simulation, own = search_of(options), [] if options.plugin is None else loaded(options.plugin)
+    refuse_unused(options, (*places, "--world"), why, where=options.shrink)
+    simulation, own = search_of(options), [] if options.plugin is None else load(options.plugin)
     simulated = simulation is not None
     if options.list:
         usual = own or ([] if simulated else _all_specimens())
-        listed = chosen(options.only, otherwise=usual, device=AUTO, simulated=True)
+        listed = choose(options.only, otherwise=usual, device=AUTO, simulated=True)
         Terminal().say(listing(listed, width=Terminal().width))
         return 0
-    names = chosen(options.only, otherwise=own, device=options.device, simulated=simulated, shrinks=options.shrink)
+    names = choose(options.only, otherwise=own, device=options.device, simulated=simulated, shrinks=options.shrink)
     schedules = schedule_names(options.schedule) if options.schedule else []
     setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
-    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    check_count("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         return shrink_all(names, setting, seed=options.seed)
     transport = None if options.transport is None else transport_of(options.transport)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeproof.commands.campaign import Setting, not_run, validated
+from pipeproof.commands.campaign import Setting, not_run, validate_case
 from pipeproof.own.case import Case
 from pipeproof.pipeline.transports import Transport
 from pipeproof.reports.columns import header
@@ -55,7 +55,7 @@ def try_all(
     )
     trials = list["Trial"]()
     columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
-    with setting.outputs.opened("specimens") as files, setting.world() as world:
+    with setting.outputs.open("specimens") as files, setting.world() as world:
         terminal.detail(header(columns, terminal.width))
         with files.asked:
             for trial in terminal.in_turn([(said, partial(run, world)) for said, run in runs]):
@@ -83,7 +83,7 @@ def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     from pipeproof.wings.specimens import SPECIMENS, shrink
 
     terminal, found = Terminal(), list["Shrunk"]()
-    with setting.outputs.opened("specimens") as files, setting.world() as world:
+    with setting.outputs.open("specimens") as files, setting.world() as world:
         with files.asked:
             for one in terminal.in_turn([(name, partial(shrink, SPECIMENS[name], world, seed=seed)) for name in names]):
                 found.append(one)
@@ -121,7 +121,7 @@ def _controls(world: World, setting: Setting) -> str:
 def _passes_by_hand(case: "MixedCase", world: World) -> bool:
     from pipeproof.wings.specimens import validate_mixed
 
-    return validate_mixed(case, world).verdict == "pass"
+    return validate_mixed(case, world).outcome == "pass"
 
 
 def _passes(case: Case, control: "Entry", world: World) -> bool:
@@ -129,12 +129,12 @@ def _passes(case: Case, control: "Entry", world: World) -> bool:
     for over in control.needs.transports or (None,):
         if over is not None:
             world.set_transport(over)
-        if validated(case, world, measure=False)[0].verdict != "pass":
+        if validate_case(case, world, measure=False)[0].outcome != "pass":
             return False
     return True
 
 
-def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
+def _group_by_reason(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
     """By reason: the specimens, each with its schedules."""
     by_reason: dict[str, dict[str, list[str]]] = {}
     for (name, schedule), why in left_out.items():

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import add, add_flag, whole_numbers, without_effect
+from pipeproof.commands.option_parser import add, add_flag, refuse_unused, whole_numbers
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import Shape, add_shape, schedule_in
 from pipeproof.pipeline.action import Action
@@ -28,7 +28,7 @@ from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.symbolic import Terms, terms, wrong_terms
-from pipeproof.pipeline.text_grid import marked
+from pipeproof.pipeline.text_grid import mark_cells
 from pipeproof.pipeline.timeline import simulate
 from pipeproof.pipeline.transports import Transport
 from pipeproof.reports.terminal import Terminal
@@ -55,12 +55,12 @@ def add_check_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    without_effect(options, ["--mesh", "--tied"], "without --symbolic", where=not options.symbolic)
+    refuse_unused(options, ["--mesh", "--tied"], "without --symbolic", where=not options.symbolic)
     around: MeshFile | None = None
     if options.mesh is not None:
         is_file = options.mesh.lower().endswith(".json")
         around = read_mesh(options.mesh) if is_file else mesh_of(read_axes(options.mesh))
-    with Outputs.of(options).opened("check") as files:
+    with Outputs.of(options).open("check") as files:
         with Terminal().progress(f"check {', '.join(options.file)}"):
             found = [*(_of_traces if all(map(is_trace, options.file)) else _of_plan)(options, around)]
         for one in found:
@@ -86,7 +86,7 @@ def _of_plan(options: argparse.Namespace, around: MeshFile | None) -> Iterator["
     else:
         ranks = around.axes.get(PIPELINE) if around and shape.ranks is None else shape.ranks
         made = replace(shape, ranks=ranks).family(name)
-    yield checked(made, symbolic=options.symbolic, mesh=_mesh(options, around, made, _NO_GROUPS))
+    yield check_laws(made, symbolic=options.symbolic, mesh=_mesh(options, around, made, _NO_GROUPS))
 
 
 def _of_traces(options: argparse.Namespace, around: MeshFile | None) -> Iterator["Checked"]:
@@ -97,7 +97,7 @@ def _of_traces(options: argparse.Namespace, around: MeshFile | None) -> Iterator
         Shape(options.ranks, options.microbatches, options.virtual).agree(schedule.name, schedule)
         every = around is not None and ran.ranks == prod(around.axes.values())
         mesh = _mesh(options, around, one, ran.groups if every else _NO_GROUPS)
-        yield checked(one, symbolic=options.symbolic, mesh=mesh, ran=True)
+        yield check_laws(one, symbolic=options.symbolic, mesh=mesh, ran=True)
 
 
 _NO_GROUPS: Mapping[str, Groups] = MappingProxyType({})
@@ -174,9 +174,9 @@ class Checked:
             told = f"WRONG: {wrong[0]:,} terms are of no one microbatch, {wrong[1]:,} are not there once"
             yield f"terms     {way:9}  {once if found.proven else told}"
         if self.mesh is not None:
-            yield f"sums      {self.mesh.sizes}: {self._summed(self.mesh)}"
+            yield f"sums      {self.mesh.sizes}: {self._summed_text(self.mesh)}"
 
-    def _summed(self, mesh: Mesh) -> str:
+    def _summed_text(self, mesh: Mesh) -> str:
         if not self.summed:
             return "WRONG" if self.unsummed else "not shown, as the pipeline itself breaks a law"
         microbatches = self.schedule.microbatches * mesh.replicas
@@ -193,14 +193,14 @@ class Checked:
             told = "no deadlock" if deadlock is None else f"DEADLOCK: {deadlock.text}{kept}"
             yield f"transport {transport.value:9}  {told}"
             cells |= set(map(self.columns.cell, deadlock.entries)) if deadlock else set()
-        yield from marked(self.rows, cells)
+        yield from mark_cells(self.rows, cells)
         if not cells:
             timeline = simulate(self.schedule)
             bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
             yield f"{self.schedule.name} keeps every law: {self.schedule.sizes}; {bubble}"
 
 
-def checked(
+def check_laws(
     found: Schedule | Program, *, symbolic: bool = False, mesh: Mesh | None = None, ran: bool = False
 ) -> Checked:
     """Every law of ``found``; of a schedule first its own, as messages can be made for a sound one only.

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pipeproof.commands.bench_command import add_bench_command
 from pipeproof.commands.case_commands import add_case_commands
-from pipeproof.commands.ending import ended, leave
+from pipeproof.commands.ending import leave, run_command
 from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser, add, add_flag
 from pipeproof.commands.outputs import takes_standard_output
@@ -34,7 +34,7 @@ _STATUSES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return ended(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 def command() -> NoReturn:

@@ -71,7 +71,7 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def ended(command: Callable[[], int]) -> int:
+def run_command(command: Callable[[], int]) -> int:
     """Run ``command``; its exit status, or that of what ended it, which is said."""
     status = _status(command)
     if status not in (0, UNREAD) and not reports():

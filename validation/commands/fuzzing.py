@@ -17,8 +17,8 @@ from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.selection import COMPOSED
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.findings import FINDINGS, Finding, known
-from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judged
+from pipeproof.own.findings import FINDINGS, Finding, is_known
+from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judge_case
 from pipeproof.own.runtimes import OWN
 from pipeproof.own.validator import narrow, validate
 from pipeproof.pipeline.files import cannot_read
@@ -48,7 +48,7 @@ class Wish:
     runtime: str = OWN
     decisions: Deciding | None = None
 
-    def drawn(self, setting: Setting, on: str) -> dict[str, Any]:
+    def describe(self, setting: Setting, on: str) -> dict[str, Any]:
         """What of it and of ``setting`` says which cases are drawn and what they run on, ``on`` some versions."""
         decided = "real ranks" if setting.simulation is None else str(self.decisions or setting.simulation)
         return {
@@ -84,7 +84,7 @@ class Progress:
         """As the file has it, or none yet. Raises ``UsageError`` for a file of another campaign, or of none."""
         if path is None or not Path(path).exists():
             return Progress(path, asked)
-        data = _read(path)
+        data = _read_json(path)
         for name, value in asked.items():
             if (there := data["asked"].get(name)) != value:
                 raise UsageError(
@@ -93,7 +93,7 @@ class Progress:
                 )
         return Progress(path, asked, **{name: data[name] for name in ("parts", "counts", "undecided", "seconds")})
 
-    def left(self, budget: int) -> Iterator[tuple[int, int]]:
+    def remaining_parts(self, budget: int) -> Iterator[tuple[int, int]]:
         """The parts that are still to run, so that there are ``budget`` cases in the end: how many, from which seed."""
         if self.path is None:
             yield budget, self.asked["seed"]
@@ -120,7 +120,7 @@ class Progress:
             file.write_json({"file": _WHAT, **data})
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_json(path: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
@@ -150,9 +150,9 @@ class Drawn:
     deciding: Deciding | None
     composed: bool = False
 
-    def judged(self, case: Case, world: World) -> Verdict:
+    def judge(self, case: Case, world: World) -> Verdict:
         """The verdict on one case."""
-        return judged(case, world, validated=composed_verdict) if self.composed else judged(case, world)
+        return judge_case(case, world, validated=composed_verdict) if self.composed else judge_case(case, world)
 
 
 def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
@@ -162,7 +162,7 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     the file that says how far it has come.
     """
     runtime, on = wish.runtime, f"torch {torch.__version__}"
-    progress = Progress.of(resume, wish.drawn(setting, on))
+    progress = Progress.of(resume, wish.describe(setting, on))
     of_ours = cases(
         schedules=wish.schedules,
         dtypes=wish.dtypes,
@@ -173,14 +173,14 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     findings = FINDINGS if runtime != OWN else ()
     drawn, tally = Drawn(of_ours, findings, on, wish.decisions, setting.composed), Tally(wish.cases)
     terminal = Terminal()
-    with setting.outputs.opened("fuzz") as files, setting.world() as world:
+    with setting.outputs.open("fuzz") as files, setting.world() as world:
         there: list[Finding] = []
         found: SmallestFailure | None = None
         progress.resume(tally)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
             there += _findings(drawn, world, terminal)
             found = _run(drawn, there, world, tally, progress, show)
-            found = found if drawn.composed else _explained(found, world)
+            found = found if drawn.composed else _explain_smallest(found, world)
         found = found or tally.smallest
         shown = found or next(iter(tally.undecided), None)
         terminal.say(f"seed {wish.seed}, {tally}\n{tally.by_schedule}{tally.by_replicas}")
@@ -213,8 +213,8 @@ def _run(
     show: Callable[[str], None],
 ) -> SmallestFailure | None:
     """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
-    strategy = drawn.strategy.filter(lambda case: not known(case, there))
-    for count, seed in progress.left(tally.budget):
+    strategy = drawn.strategy.filter(lambda case: not is_known(case, there))
+    for count, seed in progress.remaining_parts(tally.budget):
         own = Tally(count)
         try:
             found = fuzz(
@@ -223,7 +223,7 @@ def _run(
                 seed_=seed,
                 strategy=strategy,
                 progress=lambda own=own: show(f"{tally.cases + own.cases} of {tally.budget}: {own}"),  # type: ignore[misc]
-                run=drawn.judged,
+                run=drawn.judge,
                 deciding=drawn.deciding,
             )
         finally:
@@ -241,13 +241,13 @@ def _verdict_of(shown: SmallestFailure) -> Verdict:
 
 def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
-    entries = [CampaignRow(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
+    entries = [CampaignRow(one, one.outcome) for one in tally.each if found is None or one.outcome == "pass"]
     if found is not None:
-        entries.insert(0, CampaignRow(found.ending, found.ending.verdict, "as small as shrinking made it"))
+        entries.insert(0, CampaignRow(found.ending, found.ending.outcome, "as small as shrinking made it"))
     return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)
 
 
-def _explained(found: SmallestFailure | None, world: World) -> SmallestFailure | None:
+def _explain_smallest(found: SmallestFailure | None, world: World) -> SmallestFailure | None:
     """What was found, with its cause: only the smallest case is worth the second run that this takes."""
     if found is None or found.verdict is None or not found.repeated:
         return found

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from pipeproof.commands.campaign import Setting, enough_ranks, validated
+from pipeproof.commands.campaign import Setting, enough_ranks, validate_case
 from pipeproof.commands.outputs import document
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
@@ -15,7 +15,7 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.faults import specimen
 from pipeproof.own.fuzz import Tally, cases, fuzz
 from pipeproof.pipeline.sizes import SHOWN
-from pipeproof.records.case_record import expected_record, observed_record
+from pipeproof.records.case_record import record_expected, record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import header
 from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
@@ -44,7 +44,7 @@ class Plan:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def due(self) -> int:
+    def case_count(self) -> int:
         """How many cases must run, the planted one included."""
         models = {case.model for case in self.table}
         return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget + 1
@@ -55,7 +55,7 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
 
     ``options`` say where reports go: ``junit``, ``summary``, ``artifacts`` and ``annotations``.
     """
-    if not plan.due - 1:
+    if not plan.case_count - 1:
         raise CaseError("a gate of no cases: give --cases, --case or --schedule")
     for case in plan.pinned:
         specimen(case.specimen)
@@ -70,17 +70,17 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
     with (
         OutputFile(options.junit) as xml,
         OutputFile(options.summary) as summary,
-        setting.outputs.opened("gate") as files,
+        setting.outputs.open("gate") as files,
         setting.world() as world,
     ):
         run = _GateRun(world, device, terminal)
         with files.asked:
             run.table(plan)
             run.fuzz(plan)
-            run.planted()
-        result = GateResult(run.results, plan.due, plan.seed, dict(plan.missing))
+            run.run_planted()
+        result = GateResult(run.results, plan.case_count, plan.seed, dict(plan.missing))
         for one in result.not_passed[:SHOWN]:
-            terminal.say(one.story, one.verdict.verdict)
+            terminal.say(one.story, one.verdict.outcome)
         terminal.say(str(result))
         if options.annotations == "github" and result.status:
             terminal.say("\n".join(annotations(result)))
@@ -88,8 +88,8 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
         summary.write(markdown(result).encode())
         if folder is not None:
             _keep(folder, result, run.observed)
-        groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
-        more = {"seed": result.seed, "due": result.due, "left_out": dict(result.missing)}
+        groups = [{"group": one.group, "gate_outcome": one.outcome} for one in result.cases]
+        more = {"seed": result.seed, "case_count": result.case_count, "left_out": dict(result.missing)}
         verdicts = [one.verdict for one in result.cases]
         return files.finish(result.status, verdicts, groups=groups, page=partial(_page, result), **more)
 
@@ -111,11 +111,11 @@ class _GateRun:
             terminal.say(f"{name} cannot run: {reason}")
         groups: list[Group] = [*["table"] * len(plan.table), *["pinned"] * len(plan.pinned)]  # type: ignore[list-item]
         wanted = [replace(case, device=self._device) for case in (*plan.table, *plan.pinned)]
-        runs = [(str(case), partial(self._judged, case, self._world, measure=True)) for case in wanted]
-        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=plan.due), strict=True):
+        runs = [(str(case), partial(self._judge, case, self._world, measure=True)) for case in wanted]
+        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=plan.case_count), strict=True):
             if not self.results:
                 terminal.detail(header(COLUMNS, terminal.width))
-            terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.verdict == "pass")
+            terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
             self.results.append(CaseResult(group, case, verdict))
 
     def fuzz(self, plan: Plan) -> None:
@@ -125,7 +125,7 @@ class _GateRun:
         drawn: list[CaseResult] = []
 
         def run(case: Case, world: World) -> Verdict:
-            verdict = self._judged(case, world)
+            verdict = self._judge(case, world)
             drawn.append(CaseResult("fuzz", case, verdict))
             return verdict
 
@@ -146,15 +146,15 @@ class _GateRun:
             assert found.verdict is not None, "run returns a verdict also where ranks failed"
             self.results.append(CaseResult("fuzz", found.case, found.verdict))
 
-    def planted(self) -> None:
+    def run_planted(self) -> None:
         """A case with a fault in it: a gate that cannot fail proves nothing."""
         case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
-        self.results.append(CaseResult("planted", case, self._judged(case, self._world)))
+        self.results.append(CaseResult("planted", case, self._judge(case, self._world)))
         self._terminal.say(self.results[-1].headline)
 
-    def _judged(self, case: Case, world: World, *, measure: bool = False) -> Verdict:
-        verdict, observed = validated(case, world, measure=measure)
-        if verdict.verdict != "pass" and observed is not None:
+    def _judge(self, case: Case, world: World, *, measure: bool = False) -> Verdict:
+        verdict, observed = validate_case(case, world, measure=measure)
+        if verdict.outcome != "pass" and observed is not None:
             self.observed[case] = observed
         return verdict
 
@@ -167,9 +167,9 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
             text.write(f"{one.verdict.details}\n".encode())
             data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
         if one.case in observed:
-            with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
-                write(expected_record(replace(one.case, specimen="")), wanted)
-                write(observed_record(one.case, observed[one.case]), seen)
+            with OutputFile(f"{name}.expected") as expected_file, OutputFile(f"{name}.observed") as observed_file:
+                write(record_expected(replace(one.case, specimen="")), expected_file)
+                write(record_observed(one.case, observed[one.case]), observed_file)
 
 
 def _page(result: GateResult) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.commands.option_parser import add, add_flag
-from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.schedules import list_known
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
 
@@ -38,13 +38,13 @@ def _init(options: argparse.Namespace) -> int:
     if options.file is None and (kind == "-" or kind.endswith(".py")):
         kind, file = STARTERS[0], kind
     if kind not in STARTERS:
-        raise ValueError(f"unknown kind {kind!r}: {known_are(kind, STARTERS)}; pipeproof init --list says what for")
+        raise ValueError(f"unknown kind {kind!r}: {list_known(kind, STARTERS)}; pipeproof init --list says what for")
     if file == "-":
         terminal.say(text(kind).rstrip("\n"))
         return 0
     write_new(file, text(kind))
     terminal.say(f"{file}: {summary(kind)}")
-    if need := needed(kind):
+    if need := requirements(kind):
         terminal.detail(need)
     terminal.detail(f"It runs as it is:  pytest {shlex.quote(file)}")
     terminal.detail("Then change the three places that are marked CHANGE: model, data, step.")
@@ -58,15 +58,15 @@ def text(kind: str) -> str:
 
 def summary(kind: str) -> str:
     """What the file of this kind is for: how it begins."""
-    return _said(kind)[0]
+    return _list_kind(kind)[0]
 
 
-def needed(kind: str) -> str:
+def requirements(kind: str) -> str:
     """What has to be installed for it; empty where nothing has to be."""
-    return next((part for part in _said(kind) if part.startswith("It needs ")), "")
+    return next((part for part in _list_kind(kind) if part.startswith("It needs ")), "")
 
 
-def _said(kind: str) -> list[str]:
+def _list_kind(kind: str) -> list[str]:
     said = ast.get_docstring(ast.parse(text(kind)))
     assert said, f"{kind} says what it is for"
     return [" ".join(part.split()) for part in said.split("\n\n")]

@@ -20,9 +20,9 @@ from pipeproof.pipeline.transports import Transport
 from pipeproof.reference.data import Shapes, microbatches
 from pipeproof.reference.model import DTYPES
 from pipeproof.reports.drawings import Drawings, Paths
-from pipeproof.reports.table import measured_table
+from pipeproof.reports.table import table_of_times
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.launcher import shared
+from pipeproof.worlds.launcher import describe_sharing
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -56,10 +56,10 @@ class Measured:
         """
         measured, predicted = self.typical, self.predicted
         lines = [
-            measured_table(measured.profiles(), predicted.profiles(), width),
+            table_of_times(measured.profiles(), predicted.profiles(), width),
             f"makespan: {measured.makespan * 1e3:.1f} ms measured, {predicted.makespan * 1e3:.1f} ms simulated",
         ]
-        if said := shared(shared_by):
+        if said := describe_sharing(shared_by):
             lines.append(f"{said}; the simulator gives each rank its own")
         return "\n".join(lines)
 
@@ -96,7 +96,7 @@ def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int, vir
     case, terminal = replace(case, ragged=False, unequal=False), Terminal()
     # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
     drawn = Drawings(paths, actions=2 * sum(map(len, case.built.ranks)))
-    with outputs.opened("show") as files, drawn as drawings, virtual.world() if virtual else World() as world:
+    with outputs.open("show") as files, drawn as drawings, virtual.world() if virtual else World() as world:
         try:
             with terminal.progress(f"{steps} steps of {case}"), enough_ranks():
                 measured = measure(case, world, steps=steps, times=None if virtual is None else virtual.times)
@@ -152,7 +152,7 @@ def measure_rank(context: RankContext, case: Case, steps: int, times: Times | No
     """One rank's part; a job for ``World.run``. All ranks return the same traces."""
     _, schedule = assemble(context, case)
     if times is not None:
-        schedule = schedule.wrapped(
+        schedule = schedule.wrap(
             lambda parts: replace(parts, stages=tuple(_Sleeping(stage, times) for stage in parts.stages))
         )
     batches = microbatches(case.model, count=case.microbatches, shapes=_SHAPES, seed=case.seed)

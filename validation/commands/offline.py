@@ -9,7 +9,7 @@ from pipeproof.core.verdict import JUDGED, Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
 from pipeproof.pipeline.sizes import some
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.difference import Difference, difference, other_steps
 from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
@@ -31,7 +31,7 @@ def record_case(case: Case, path: str) -> int:
     terminal = Terminal()
     with OutputFile(path) as file:
         with terminal.progress(f"the reference of {case}"):
-            record = expected_record(case)
+            record = record_expected(case)
         write(record, file)
     losses = some(sum(len(one.losses) for one in record.operations), "loss")
     gradients = some(sum(len(one.gradients) for one in record.operations), "gradient")
@@ -40,14 +40,14 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, seen: str, *, outputs: Outputs) -> int:
+def compare_files(expected: str, observed: str, *, outputs: Outputs) -> int:
     """Judge the record in one file by that in another; returns the exit status."""
-    first, second = read(expected), read(seen)
+    first, second = read(expected), read(observed)
     if first.kind == "observed":
         wanted = "expected first what `pipeproof record` wrote; of two runs, `pipeproof diff` says what is different"
         raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
-    with outputs.opened("compare") as files:
-        verdict = compare(first, second, rerun=f"pipeproof compare {expected} {seen}")
+    with outputs.open("compare") as files:
+        verdict = compare(first, second, rerun=f"pipeproof compare {expected} {observed}")
         Terminal().verdict(verdict)
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
@@ -59,7 +59,7 @@ def compare_folders(good: str, observed: str, *, also: str | None, until: int | 
     """
     from pipeproof.wings.runs import compare_runs
 
-    with outputs.opened("compare") as files:
+    with outputs.open("compare") as files:
         with Terminal().progress("steps") as progress:
             verdict = compare_runs(good, observed, third=also, until=until, progress=progress)
         Terminal().verdict(verdict)
@@ -70,8 +70,8 @@ def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
     """Say what is different in two records, the configs first, and why; returns the exit status."""
     first, second = read(one), read(other)
     differences = [*config_differences(first, second)]
-    with outputs.opened("diff") as files:
-        verdict, why = _explained(first, second, (one, other))
+    with outputs.open("diff") as files:
+        verdict, why = _explain_difference(first, second, (one, other))
         rows = [tuple(str(part) or "-" for part in row) for row in differences]
         Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
         Terminal().verdict(verdict)
@@ -83,7 +83,7 @@ def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
         return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
 
 
-def _explained(first: Record, second: Record, files: tuple[str, str]) -> tuple[Verdict, Difference]:
+def _explain_difference(first: Record, second: Record, files: tuple[str, str]) -> tuple[Verdict, Difference]:
     """The numbers, and why they differ.
 
     Raises ``OtherSteps`` where numbers cannot be compared, and the configs do not explain it.

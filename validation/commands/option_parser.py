@@ -12,7 +12,7 @@ from functools import partial
 from textwrap import fill
 from typing import Any, NoReturn
 
-from pipeproof.pipeline.schedules import known_are, nearest
+from pipeproof.pipeline.schedules import list_known, nearest
 from pipeproof.pipeline.sizes import is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
@@ -50,7 +50,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            hint = known_are(str(value), list(map(str, action.choices)))
+            hint = list_known(str(value), list(map(str, action.choices)))
             raise argparse.ArgumentError(action, f"unknown {value!r}: {hint}")
 
 
@@ -115,7 +115,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole(word) for word in text.split(","))
 
 
-def without_effect(options: argparse.Namespace, names: Iterable[str], why: str, *, where: bool = True) -> None:
+def refuse_unused(options: argparse.Namespace, names: Iterable[str], why: str, *, where: bool = True) -> None:
     """Raise ``UsageError`` where the command line names one of these options, which do nothing here."""
     for name in names if where else ():
         if name in options.given:

@@ -77,7 +77,7 @@ class Outputs:
         return cls(**{one.name: getattr(options, one.name, None) for one in fields(cls)})
 
     @contextmanager
-    def opened(self, command: str) -> Iterator["Opened"]:
+    def open(self, command: str) -> Iterator["Opened"]:
         """The files, opened before the work: a path that cannot be written costs nothing."""
         with ExitStack() as stack:
             files = {name: stack.enter_context(OutputFile(path)) for name, path in asdict(self).items()}

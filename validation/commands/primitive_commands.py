@@ -6,14 +6,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeproof.commands.option_parser import UsageError, add, without_effect
+from pipeproof.commands.option_parser import UsageError, add, refuse_unused
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
 from pipeproof.core.mismatch import small
 from pipeproof.own.config import Config
-from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, check_count, some
 from pipeproof.reports.columns import Column, row, table
-from pipeproof.reports.table import OUTCOME, compared, outcome
+from pipeproof.reports.table import OUTCOME, count_compared, outcome
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings.primitives import (
     ONE_DEVICE,
@@ -23,9 +23,9 @@ from pipeproof.wings.primitives import (
     Figures,
     Primitive,
     Stack,
-    alone,
     figures,
-    known_primitive,
+    find_primitive,
+    smallest_stack,
     validate_stack,
 )
 from pipeproof.worlds.launcher import start_fork_server
@@ -64,9 +64,9 @@ def asks_for_stacks(options: argparse.Namespace) -> bool:
 
 
 def _primitives(options: argparse.Namespace) -> int:
-    chosen = [PRIMITIVES[known_primitive(name, among=PRIMITIVES)] for name in options.name] or PRIMITIVES.values()
+    chosen = [PRIMITIVES[find_primitive(name, among=PRIMITIVES)] for name in options.name] or PRIMITIVES.values()
     known = figures()
-    with Outputs.of(options).opened("primitives") as files:
+    with Outputs.of(options).open("primitives") as files:
         for one in chosen:
             Terminal().say("\n".join(_lines(one, known[one.name])) + "\n")
         Terminal().detail(_LEGEND)
@@ -107,13 +107,13 @@ def validate_stacks(options: argparse.Namespace) -> int:
         raise UsageError("--primitive with --stack: expected one of the two; leave one out")
     what = "--stack" if options.stack is not None else "--primitive"
     useless = [*(f"--{name}" for name in OF_TABLE if name not in _SAID), "--config", "--profile", "--record"]
-    without_effect(options, useless, f"with {what}, which runs a small decoder")
+    refuse_unused(options, useless, f"with {what}, which runs a small decoder")
     return _validate(list(stacks_of(options)), options, options.device)
 
 
 def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -> int:
     """``validate`` with a config of which ``stack`` is run. Its notes are said."""
-    without_effect(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
+    refuse_unused(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
     tell_notes(config, stack)
     return _validate([stack], options, device_of(options, [config]))
 
@@ -121,18 +121,18 @@ def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -
 def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
     """Those that are asked for, with a pipeline on every schedule. Raises ``StackError`` or ``ScheduleError``."""
     microbatches = _MICROBATCHES if options.microbatches is None else options.microbatches
-    counted("microbatches", microbatches, most=MOST_MICROBATCHES)
-    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    check_count("microbatches", microbatches, most=MOST_MICROBATCHES)
+    check_count("--seed", options.seed, least=0, most=MOST_SEED)
     schedules = schedule_names(options.schedule) if "--schedule" in options.given else [_SCHEDULE]
     if options.stack is not None:
         lines = [options.stack]
     else:
         every = options.primitive.strip().lower() == "all"
-        lines = list(map(alone, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
+        lines = list(map(smallest_stack, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
     found = [Stack.parse(line, microbatches=microbatches, seed=options.seed) for line in lines]
     piped = any(stack.has_pipeline for stack in found)
     why = f"with {', '.join(lines)}, which has no pp"
-    without_effect(options, ["--schedule", "--virtual"], why, where=not piped)
+    refuse_unused(options, ["--schedule", "--virtual"], why, where=not piped)
     for line, stack in zip(lines, found, strict=True):
         for name in schedules if stack.has_pipeline else [_SCHEDULE]:
             virtual = options.virtual if stack.has_pipeline else None
@@ -141,7 +141,7 @@ def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
 
 def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str) -> int:
     """Validate each, a line each; returns the exit status."""
-    without_effect(options, ["--world"], "with parallel primitives, which run on real ranks")
+    refuse_unused(options, ["--world"], "with parallel primitives, which run on real ranks")
     start_fork_server()
     from pipeproof.commands.campaign import CaseRun, Setting, run_all
     from pipeproof.whitebox import WhiteBox
@@ -169,5 +169,5 @@ _FIGURES = (
 
 def _row(stack: Stack, columns: Sequence[Column], verdict: "Verdict", width: int | None) -> str:
     cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
-    counts = compared(verdict, "loss", "gradient", "replicas", "shards")
+    counts = count_compared(verdict, "loss", "gradient", "replicas", "shards")
     return row(columns, [*cells, *counts, *outcome(verdict)], width)

@@ -12,11 +12,11 @@ from pipeproof.commands.option_parser import (
     add_flag,
     number,
     numbers,
+    refuse_unused,
     share,
     shares,
     three_numbers,
     whole,
-    without_effect,
 )
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import MICROBATCHES, RANKS, Shape, add_layers, add_shape, case_of, schedule_in
@@ -93,29 +93,29 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     paths, times = Paths(options.svg, options.png, options.trace), Times(*(options.times or ()))
-    without_effect(options, _TIMED, "without --run", where=not options.real)
+    refuse_unused(options, _TIMED, "without --run", where=not options.real)
     if options.against is not None:
         return _show_against(options, times, paths)
     with Terminal().progress(f"show {options.schedule}"):
-        found = _named(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
+        found = _find_schedule(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
         schedule = _lawful(found, paths)
     if options.real:
         return _show_real(options, found, paths)
-    with Outputs.of(options).opened("show") as files:
+    with Outputs.of(options).open("show") as files:
         with (
             Terminal().progress(f"show {options.schedule}"),
             Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings,
         ):
             timeline = simulate(schedule, times)
             drawings.write({schedule.name: trace_of(timeline)})
-        Terminal().detail(_shown(schedule.name, timeline))
-        Terminal().say(_described(timeline, times))
+        Terminal().detail(_draw_grid(schedule.name, timeline))
+        Terminal().say(_summarize(timeline, times))
         names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
         data = {name: getattr(timeline, name) for name in names}
         return files.finish(0, schedule=schedule_data(schedule), timeline=data)
 
 
-def _named(name: str, shape: Shape) -> Schedule | Program:
+def _find_schedule(name: str, shape: Shape) -> Schedule | Program:
     """The family or the file of this name."""
     if not is_csv(name):
         return shape.family(name)
@@ -140,16 +140,16 @@ def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> in
     """Both schedules simulated in one unit, after the files at ``paths`` are written."""
     if options.real:
         raise ValueError("--against with --run: expected one of the two, for a run is of one schedule")
-    without_effect(options, ["--json"], "with --against")
+    refuse_unused(options, ["--json"], "with --against")
     names = (options.schedule, options.against)
     with Terminal().progress(f"show {names[0]} --against {names[1]}"):
         shapes = _shapes(names, options)
-        both = SideBySide.of([_lawful(_named(*each), paths) for each in zip(names, shapes, strict=True)], times)
+        both = SideBySide.of([_lawful(_find_schedule(*each), paths) for each in zip(names, shapes, strict=True)], times)
         actions = sum(len(timeline.schedule.columns) for timeline in both.timelines.values())
         with Drawings(paths, actions=actions) as files:
             files.write(both.traces, unit=both.unit)
     for name, timeline in both.timelines.items():
-        Terminal().detail(f"{_shown(name, timeline)}\n")
+        Terminal().detail(f"{_draw_grid(name, timeline)}\n")
     Terminal().say(both.text(Terminal().width))
     return 0
 
@@ -172,8 +172,8 @@ def _shapes(names: tuple[str, str], options: argparse.Namespace) -> Iterator[Sha
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
     if options.world == REAL:
-        without_effect(options, ["--times"], "with --run, which measures times, unless --world is simulated")
-        without_effect(options, ["--transport", "--latency"], "without --world simulated")
+        refuse_unused(options, ["--times"], "with --run, which measures times, unless --world is simulated")
+        refuse_unused(options, ["--transport", "--latency"], "without --world simulated")
     start_fork_server()
     from pipeproof.commands.measure import Virtual, show_measured
 
@@ -189,23 +189,23 @@ def _plan(options: argparse.Namespace) -> int:
         raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
     job = (options.ranks, options.microbatches, options.memory, options.times)
     needs = Needs(*job, options.layers, options.weight_memory, options.activations, options.weights)
-    with Outputs.of(options).opened("plan") as files:
+    with Outputs.of(options).open("plan") as files:
         with Terminal().progress("plan") as show_progress:
             found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
-        Terminal().detail(table(_planned(), list(map(row, found)), Terminal().width))
+        Terminal().detail(table(_plan_columns(), list(map(row, found)), Terminal().width))
         Terminal().say(trade(found))
         status = 0 if any(not option.fails for option in found) else WRONG
         return files.finish(status, options=[asdict(option) for option in found], advice=trade(found))
 
 
-def _planned() -> list[Column]:
+def _plan_columns() -> list[Column]:
     """The columns of a plan, and which of them is left out first."""
     drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
     left = ("schedule", "per rank", "split", "")
     return [Column(name, right=name not in left, drop=drop) for name, drop in drops.items()]
 
 
-def _shown(name: str, timeline: Timeline) -> str:
+def _draw_grid(name: str, timeline: Timeline) -> str:
     """The grid, as wide as the terminal, below its name and sizes."""
     try:
         grid = draw(timeline)
@@ -214,7 +214,7 @@ def _shown(name: str, timeline: Timeline) -> str:
     return f"{name}: {timeline.schedule.sizes}\n{in_pieces(grid, Terminal().width)}"
 
 
-def _described(timeline: Timeline, times: Times) -> str:
+def _summarize(timeline: Timeline, times: Times) -> str:
     """What a timeline comes to."""
     f, i, w = times.forward, times.backward_input, times.backward_weight
     equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeproof.commands.option_parser import add, whole, without_effect
+from pipeproof.commands.option_parser import add, refuse_unused, whole
 from pipeproof.commands.work import Work, notes_of
 from pipeproof.own.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.own.config import Config, read_config
@@ -14,11 +14,11 @@ from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
-from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, list_known, virtuals
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, check_count
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.accelerator import AUTO, COMMON, parsed
-from pipeproof.worlds.timeout import parsed_seconds
+from pipeproof.worlds.accelerator import AUTO, COMMON, parse_device
+from pipeproof.worlds.timeout import parse_seconds
 
 RANKS, MICROBATCHES = 4, 8
 COMPOSED = "composed"  # of --check: steps are held against themselves
@@ -43,9 +43,9 @@ class Shape:
         """
         family = canonical_name(name)
         own = virtuals(family, looped=1 if family == "zb-h1" else 2)
-        virtual = counted("virtual", own if self.virtual is None else self.virtual, most=MOST_LAYERS)
+        virtual = check_count("virtual", own if self.virtual is None else self.virtual, most=MOST_LAYERS)
         can_have(family, virtual)
-        ranks = counted("ranks", RANKS if self.ranks is None else self.ranks, most=MOST_RANKS)
+        ranks = check_count("ranks", RANKS if self.ranks is None else self.ranks, most=MOST_RANKS)
         fits(ranks * virtual)
         microbatches = MICROBATCHES if self.microbatches is None else self.microbatches
         return build(family, ranks=ranks, microbatches=microbatches, virtual=virtual)
@@ -69,7 +69,7 @@ class Selection:
     left_out: Mapping[str, str]
 
 
-def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
+def select_names(text: str, shape: Shape, *, fits: Fits) -> Selection:
     """``all``, or names and files with commas between.
 
     ``fits`` raises ``ScheduleError`` for a number of stages that cannot be run. What was asked for by name raises it
@@ -78,7 +78,7 @@ def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
     """
     if text.strip().lower() != "all":
         names = [name.strip() for name in text.split(",")]
-        found = {name: _named(name, shape, fits) for name in names}
+        found = {name: _find_schedule(name, shape, fits) for name in names}
         if all(map(is_csv, names)):
             for path, mine in found.items():
                 shape.agree(path, schedule_in(mine))
@@ -88,7 +88,7 @@ def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
     for name in FAMILIES:
         own = shape if name in LOOPED else Shape(shape.ranks, shape.microbatches)
         try:
-            chosen[name] = _named(name, own, fits)
+            chosen[name] = _find_schedule(name, own, fits)
         except ScheduleError as error:
             left_out[name] = str(error)
     if not chosen:
@@ -100,7 +100,7 @@ def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
     return Selection(chosen, left_out)
 
 
-def _named(name: str, shape: Shape, fits: Fits) -> Schedule | Program:
+def _find_schedule(name: str, shape: Shape, fits: Fits) -> Schedule | Program:
     if not is_csv(name):
         return shape.family(name, fits=fits)
     found = own_schedule(name)
@@ -123,7 +123,7 @@ def dtype_names(text: str) -> list[str]:
     found = [name.strip() for name in text.split(",")]
     for name in found:
         if name not in DTYPES:
-            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: {known_are(name, DTYPES)}")
+            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: {list_known(name, DTYPES)}")
     return found
 
 
@@ -168,7 +168,7 @@ OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "
 
 def config_of(options: argparse.Namespace) -> Config:
     """The config that ``--config`` names; raises where the command line says of the case, too."""
-    without_effect(options, [f"--{name}" for name in OF_TABLE], "with --config, which says it")
+    refuse_unused(options, [f"--{name}" for name in OF_TABLE], "with --config, which says it")
     return read_config(options.config)
 
 
@@ -190,20 +190,20 @@ def tell_notes(config: Config, work: Work) -> None:
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
     hang = "a case that takes longer counts as a hang; on simulated ranks, one in which nothing moves for so long"
-    add(parser, "--timeout", "SECONDS", hang, parsed_seconds, default=120)
+    add(parser, "--timeout", "SECONDS", hang, parse_seconds, default=120)
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
     where = "where ranks compute: cpu, cuda, or what else torch names (default auto: the accelerator if there is one)"
-    add(parser, "--device", "TYPE", where, parsed, known=(AUTO, *COMMON), default=AUTO)
+    add(parser, "--device", "TYPE", where, parse_device, known=(AUTO, *COMMON), default=AUTO)
     add_timeout(parser)
 
 
 def table_of(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
     """The cases that options of ``add_table`` ask for, and why others cannot be."""
     shape = Shape(options.ranks, options.microbatches, options.virtual)
-    found = selected(options.schedule, shape, fits=lambda stages: _split(options, stages))
+    found = select_names(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
         case_of(options, name, schedule, model, dtype)
         for dtype in dtype_names(options.dtype)

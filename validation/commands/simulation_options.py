@@ -3,10 +3,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from pipeproof.commands.option_parser import UsageError, add, share, whole, without_effect
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
+from pipeproof.commands.option_parser import UsageError, add, refuse_unused, share, whole
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, check_count
 from pipeproof.pipeline.transports import RULES, keeps_none, transport_of
-from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parsed_interleaving
+from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parse_interleaving
 
 if TYPE_CHECKING:
     from pipeproof.wings.simulated import Decisions, Simulation
@@ -31,7 +31,7 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
     add(group, "--world", None, kinds, choices=KINDS, default=REAL)
     add(group, "--transport", None, rules, choices=[*_TRANSPORTS, *[ANY] * drawn], default="gloo")
     add(group, "--room", "BYTES", f"{kept} (default: 0)", whole, default=0)
-    add(group, "--interleaving", "N", one, parsed_interleaving, default=0)
+    add(group, "--interleaving", "N", one, parse_interleaving, default=0)
     add(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", whole, default=1)
     add(group, "--exhaust", "N", every, whole, nargs="?", const=MOST_RUNS)
 
@@ -59,9 +59,9 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 def search_of(options: argparse.Namespace) -> "Simulation | None":
     """What is simulated, but for the transport, where none is named; None on real ranks."""
     if options.world == REAL:
-        without_effect(options, ("--transport", "--interleavings"), _NOT_REAL)
+        refuse_unused(options, ("--transport", "--interleavings"), _NOT_REAL)
         return None
-    counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
+    check_count("--interleavings", options.interleavings, most=MOST_ACTIONS)
     from pipeproof.wings.simulated import Simulation
 
     return Simulation(transport_of(options.transport or "gloo"), count=options.interleavings)
@@ -70,20 +70,20 @@ def search_of(options: argparse.Namespace) -> "Simulation | None":
 def simulation_of(options: argparse.Namespace) -> "Simulation | None":
     """What is simulated; None on real ranks. Raises ``UsageError`` for options that then say nothing."""
     if options.world == REAL:
-        without_effect(options, _SIMULATED_OPTIONS, _NOT_REAL)
+        refuse_unused(options, _SIMULATED_OPTIONS, _NOT_REAL)
         return None
     if not isinstance(options.interleaving, int):
-        without_effect(options, ["--interleavings"], "with an --interleaving that is no seed")
+        refuse_unused(options, ["--interleavings"], "with an --interleaving that is no seed")
     else:
-        counted("--interleaving", options.interleaving, least=0, most=MOST_SEED)
-    counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
+        check_count("--interleaving", options.interleaving, least=0, most=MOST_SEED)
+    check_count("--interleavings", options.interleavings, most=MOST_ACTIONS)
     if options.exhaust is not None:
-        without_effect(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
-        counted("--exhaust", options.exhaust, most=MOST_ACTIONS)
+        refuse_unused(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
+        check_count("--exhaust", options.exhaust, most=MOST_ACTIONS)
     drawn = options.transport == ANY
-    without_effect(options, ["--room"], f"with --transport {ANY}, where it is drawn with each case", where=drawn)
+    refuse_unused(options, ["--room"], f"with --transport {ANY}, where it is drawn with each case", where=drawn)
     transport = transport_of("gloo" if drawn else options.transport)
-    counted("--room", options.room, least=0, most=MOST_SEED)
+    check_count("--room", options.room, least=0, most=MOST_SEED)
     if options.room and (why := keeps_none(transport)):
         raise UsageError(f"--room {options.room}: {why}")
     from pipeproof.wings.simulated import Simulation

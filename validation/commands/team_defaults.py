@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import OutPath
-from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.schedules import list_known
 
 _FILE = "pyproject.toml"
 
@@ -49,12 +49,12 @@ def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
     for key, value in table.items():
         actions = [(command, action) for option, command, action in options if option == key]
         if not actions and isinstance(value, dict):
-            raise UsageError(f"{where[:-1]}.{key}] is of no command: {known_are(key, list(commands))}")
+            raise UsageError(f"{where[:-1]}.{key}] is of no command: {list_known(key, list(commands))}")
         if not actions:
-            hint = known_are(key, sorted({option for option, *_ in options}))
+            hint = list_known(key, sorted({option for option, *_ in options}))
             raise UsageError(f"{where} has {key!r}, which is no option: {hint}")
         for command, action in actions:
-            command.set_defaults(**{action.dest: _converted(action, value, f"{where} {key} = {value!r}")})
+            command.set_defaults(**{action.dest: _convert(action, value, f"{where} {key} = {value!r}")})
             said = (action.help or "").partition("(default")[0].rstrip()
             action.help = f"{said} (default {_text(value)}, by {_FILE})".lstrip().replace("%", "%%")
 
@@ -63,7 +63,7 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _converted(action: argparse.Action, value: Any, told: str) -> Any:
+def _convert(action: argparse.Action, value: Any, told: str) -> Any:
     """``value`` as the option would have it."""
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -79,5 +79,5 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"{told}: {str(error).removeprefix(f'{text!r}: ')}") from None
     if action.choices is not None and found not in action.choices:
-        raise UsageError(f"{told}: {known_are(text, list(map(str, action.choices)))}")
+        raise UsageError(f"{told}: {list_known(text, list(map(str, action.choices)))}")
     return [found] if isinstance(action, argparse._AppendAction) else found

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipeproof.core.measured import versions
 from pipeproof.own.case import DTYPES, MODELS, Case, CaseError
 from pipeproof.own.config import BESIDE, STACKED, Config
-from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
+from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.sizes import MOST_LAYERS, check_count, some
 
 if TYPE_CHECKING:
     from pipeproof.wings.primitives import Stack
@@ -48,11 +48,11 @@ def case_of(config: Config) -> Case:
                 f"{config.name}: {', '.join(not_run)}: a case has pp and dp alone; leave it out, or say "
                 f'"model": "{STACKED}", which is run with more'
             )
-        if data := config.asked("micro", "sequence"):
+        if data := config.list_extras("micro", "sequence"):
             raise CaseError(f"{config.name}: {', '.join(data)}: a case has sequences of its own; leave it out")
         return Case.of_config(config.data)
     ranks, virtual = min(config["pp"], _RANKS), config["virtual"]
-    stages = counted("layers", ranks * virtual, most=MOST_LAYERS)
+    stages = check_count("layers", ranks * virtual, most=MOST_LAYERS)
     sizes = {"pp": ranks, "dp": 1, "microbatches": ranks * config.rounds, "split": [1] * stages}
     return Case.of_config({**config.data, **sizes, "model": MODELS[0], "dtype": DTYPES[0]})
 
@@ -82,14 +82,14 @@ def _small(config: Config, work: Work) -> str:
             f"microbatches, {work.model} in {work.dtype}"
         )
     return (
-        f"stack {work} for {', '.join(config.asked('pp', 'dp', *BESIDE)) or 'one device'}, {work.each} of "
+        f"stack {work} for {', '.join(config.list_extras('pp', 'dp', *BESIDE)) or 'one device'}, {work.each} of "
         f"{config['microbatches']} microbatches, a decoder of {some(work.layers, 'layer')} in fp32"
     )
 
 
 def _not_run(config: Config) -> list[str]:
     """What it asks for and no case has: ``tp 8``."""
-    return config.asked(*["dp"] * config.is_scaled, *BESIDE)
+    return config.list_extras(*["dp"] * config.is_scaled, *BESIDE)
 
 
 def _check_model(config: Config) -> None:
@@ -97,5 +97,5 @@ def _check_model(config: Config) -> None:
     from pipeproof.wings.advise import MODELS as PUBLIC
 
     if "sequence" not in config.data and (model := config["model"]) not in (*MODELS, STACKED, *PUBLIC):
-        ours = known_are(model, [*MODELS, STACKED])
+        ours = list_known(model, [*MODELS, STACKED])
         raise CaseError(f"{config.name}: unknown model {model!r}: {ours}, and those of pipeproof advise --list")

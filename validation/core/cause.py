@@ -1,4 +1,4 @@
-"""Causes: the fault that explains mismatches, in the words that a verdict uses, and the evidence that it rests on."""
+"""Causes: faults that explain mismatches, with their evidence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,10 +8,10 @@ from types import MappingProxyType
 from pipeproof.core.observe.stack import Line
 from pipeproof.pipeline.sizes import digits, first_few
 
-# Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
+# One word per kind, with its sentence: specimens plant these faults, and diagnosis names them.
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        # What was computed is right and was multiplied wrongly.
+        # Right values, multiplied wrongly.
         "scale": "gradients are a multiple of what they should be",
         "sign": "gradients have the wrong sign",
         "unequal-weights": "microbatches were weighted by another number than they should be, such as their tokens",
@@ -31,7 +31,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "tied-not-summed": "copies of a tied parameter do not have each stage's share once",
         "tied-doubled": "a tied parameter's share was counted more than once",
         "extra-term": "something was added to the gradient that is no microbatch's",
-        # Ranks that have a stage in common.
+        # Ranks that share a stage.
         "not-reduced": "ranks that share parameters keep their own part of the gradient",
         "replicas-apart": "replicas of a stage began the step with other weights",
         "misplaced": "a gradient or a weight, or a part of one, lies where another belongs",
@@ -46,7 +46,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "wrong-message": "a message arrived as another",
         "mispaired": "a call used another microbatch's activation or gradient",
         "overwritten": "a tensor was overwritten while it was still needed",
-        "uninitialised": "a tensor was read before it was filled, or nobody passed it on",
+        "uninitialised": "a tensor was read before it was filled, or never passed on",
         "rounded": "a tensor went through a narrower type",
         "altered": "a tensor was changed on its way",
         "not-finite": "a tensor is not finite",
@@ -57,23 +57,23 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # The order of things.
         "order": "the order of actions breaks a law",
         "deadlock": "ranks wait for each other",
-        # Messages on their way, as the simulated world sees them.
+        # Messages in flight, in the simulated world.
         "read-before-wait": "a buffer was used before its message had been waited for",
         "overwritten-in-flight": "a buffer was written while its message was on its way",
         "freed-in-flight": "a buffer was freed or resized while its message was on its way",
-        "never-waited": "nobody waited for a message",
+        "never-waited": "a message was never waited for",
         "received-twice": "two messages were to be received into one buffer",
         "mismatched": "a message was received as another size or type than it was sent",
         "desynchronised": "ranks did not call the same collective",
         "crash": "a rank failed",
     }
 )
-# A matter of how often which microbatch is in a stage's sums.
+# Kinds that concern microbatch coefficients in a stage's sums.
 OF_MICROBATCHES = frozenset(
     {"dropped", "doubled", "scale", "sign", "unequal-weights", "swapped-activations", "swapped-gradients"}
     | {"swapped-data", "mispaired", "extra-term"}
 )
-# Those that the simulated world raises, each with the rank that did it.
+# Kinds raised by the simulated world, each with its rank.
 RACES = (
     *("read-before-wait", "overwritten-in-flight", "freed-in-flight", "never-waited", "received-twice"),
     *("mismatched", "desynchronised"),
@@ -82,7 +82,7 @@ RACES = (
 
 @dataclass(frozen=True)
 class OwnLine:
-    """A line of the user's own code: an action, as ``2B0``, that ran there, or what did, in words."""
+    """A user code line for an action, such as ``2B0``, or for a described event."""
 
     what: str
     line: Line
@@ -90,15 +90,15 @@ class OwnLine:
 
 @dataclass(frozen=True)
 class Cause:
-    """A fault, where it is and how sure that is.
+    """A fault with its place and certainty.
 
-    Fields that do not apply, or that the evidence leaves open, are None.
+    Fields are None if they do not apply or remain undecided.
 
-    microbatches: those concerned. stages, ranks: those of a fault that is in several, but not in all. detail: for
-    people, such as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same.
-    earlier: of which accumulating call before the step it is, counted back from it; 0: of the step itself. cut: a graph
-    was, so that a backward ran and gave its input nothing. lines: of the user's own code, if they are
-    known, the most useful first. parameters: all that it is about, if it is about these and no others.
+    microbatches: affected microbatches. stages, ranks: for a fault in several places. detail: text for people, such as
+    ``microbatch 3's, expected microbatch 2's``. instead: causes with the same evidence. earlier: the accumulating call
+    at fault, counted back from the step; 0 means the step. cut: the autograd graph was cut, so a backward gave its
+    input nothing. lines: user code lines, most useful first. parameters: affected parameters, if the cause names them
+    all.
     """
 
     kind: str
@@ -122,36 +122,36 @@ class Cause:
 
     @property
     def in_forward(self) -> bool:
-        """Whether it was made in a forward."""
+        """True for a cause in a forward."""
         return self.action is not None and "F" in self.action
 
     @property
     def in_backward(self) -> bool:
-        """Whether it was made in a backward."""
+        """True for a cause in a backward."""
         return self.action is not None and "B" in self.action
 
     @property
     def place(self) -> str:
-        """Rank, stage, microbatches, action and parameter, as far as they are known."""
+        """Known rank, stage, microbatches, action and parameter."""
         stages = self.stages or (() if self.stage is None else (self.stage,))
         ranks = self.ranks or (() if self.rank is None else (self.rank,))
         parts = [
-            ("ranks" if len(ranks) > 1 else "rank", listed(ranks) or None),
-            ("stages" if len(stages) > 1 else "stage", listed(stages) or None),
-            ("microbatches" if len(self.microbatches) > 1 else "microbatch", listed(self.microbatches) or None),
+            ("ranks" if len(ranks) > 1 else "rank", join_numbers(ranks) or None),
+            ("stages" if len(stages) > 1 else "stage", join_numbers(stages) or None),
+            ("microbatches" if len(self.microbatches) > 1 else "microbatch", join_numbers(self.microbatches) or None),
             ("action", self.action),
             ("parameter", self.parameter),
         ]
         return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
 
     def own_lines(self) -> list[str]:
-        """``lines`` for a reader."""
+        """Format ``lines`` for readers."""
         width = max((len(one.what) for one in self.lines), default=0)
         return [f"{one.what:<{width}} {one.line}" for one in self.lines]
 
     @property
     def short(self) -> str:
-        """Kind and place in a few words, as ``scale x4 everywhere``."""
+        """Kind and place in short form, such as ``scale x4 everywhere``."""
         return f"{self.kind}{'' if self.factor is None else f' x{digits(self.factor)}'} {self.place}"
 
     def __str__(self) -> str:
@@ -160,9 +160,9 @@ class Cause:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """What evidence speaks against: all of it was there, was compared in this run, and agreed.
+    """Evidence against cause kinds: observed, compared and in agreement.
 
-    ``kinds`` of cause that it leaves no room for; ``compared`` counts what the words of ``evidence`` are about.
+    kinds: excluded cause kinds. compared: number of comparisons behind ``evidence``.
     """
 
     kinds: tuple[str, ...]
@@ -179,10 +179,10 @@ class RuledOut:
 
 @dataclass(frozen=True)
 class Cell:
-    """How often a stage's gradients have one microbatch's activations in them.
+    """How often one microbatch's activations enter a stage's gradients.
 
-    ``own``: with its own output gradient, which should be once; None where nobody knows. ``others``: with that of
-    another microbatch, and how often. ``behind``: how much follows from what the next stage handed on wrongly.
+    own: with its own output gradient, expected once; None if unknown. others: with another microbatch's, and how often.
+    behind: share that follows from the next stage's wrong gradient.
     """
 
     own: float | None
@@ -191,7 +191,7 @@ class Cell:
 
     @property
     def right(self) -> bool:
-        """Whether it is once with its own, and nothing else."""
+        """True for exactly one own share."""
         return self.own == 1.0 and not self.others and not self.behind
 
     def __str__(self) -> str:
@@ -205,9 +205,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """The coefficients that were found: a row of microbatches for each stage.
+    """Coefficients: one row of microbatches per stage.
 
-    ``apart``: by stage, its parameters that its row does not hold for.
+    apart: per stage, parameters outside its row's pattern.
     """
 
     rows: tuple[tuple[Cell, ...], ...]
@@ -215,25 +215,25 @@ class Cells:
 
     @property
     def right(self) -> bool:
-        """Whether all are as they should be."""
+        """True if all cells are right."""
         return all(cell.right for row in self.rows for cell in row)
 
     @property
-    def told(self) -> bool:
-        """Whether any is known."""
+    def known(self) -> bool:
+        """True if any coefficient is known."""
         return any(cell.own is not None for row in self.rows for cell in row)
 
     @property
     def but_for(self) -> list[str]:
-        """Of each stage with parameters that its row does not hold for, which these are."""
-        told = zip(self.rows, self.apart, strict=False)
-        some = {k: names for k, (row, names) in enumerate(told) if any(cell.own is not None for cell in row)}
+        """List stages with the parameters outside their row's pattern."""
+        pairs = zip(self.rows, self.apart, strict=False)
+        some = {k: names for k, (row, names) in enumerate(pairs) if any(cell.own is not None for cell in row)}
         return [f"stage {stage} but for {first_few(names)}" for stage, names in some.items() if names]
 
     def lines(self, most: int = 16) -> list[str]:
-        """A table: stages down, those that are alike in one row, and microbatches across.
+        """Format a table: groups of equal stages down, microbatches across.
 
-        Of more than ``most`` microbatches it has those that are not as they should be.
+        Beyond ``most`` microbatches, show only wrong ones.
         """
         columns = range(len(self.rows[0]))
         wrong = [m for m in columns if not all(row[m].right for row in self.rows)]
@@ -254,11 +254,11 @@ class Cells:
 
 
 def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:
-    """What ``causes`` leave open, written out: each is a whole explanation, the likeliest first."""
+    """Expand ``causes`` into whole explanations, likeliest first."""
     options = [(replace(cause, instead=()), *cause.instead) for cause in causes]
     return tuple(product(*options))
 
 
-def listed(numbers: Iterable[int]) -> str:
+def join_numbers(numbers: Iterable[int]) -> str:
     """``1, 2, 5``."""
     return ", ".join(map(str, numbers))

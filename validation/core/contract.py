@@ -1,4 +1,4 @@
-"""What a step claims, where that differs from the defaults."""
+"""Contracts: a step's claims beyond the defaults."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,44 +12,42 @@ from pipeproof.reference.accumulation import Accumulation
 
 OPERATIONS = ("train", "accumulate", "eval")
 Names = Mapping[str, str] | Callable[..., str]
-Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target, what is compared by its name
+Outputs = Callable[[Any, Tensor], Mapping[str, Tensor]]  # of output and target: named tensors to compare
 
 
 class ContractError(ValueError):
-    """A word of a contract has a value that it cannot have, or nothing reads it there."""
+    """Raised for an invalid contract word, or one that the check does not read."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a step claims. Every word has a default; say what differs from it.
+    """A step's claims. Each word has a default; state what differs.
 
-    The contract is checked against what is observed, and never chosen to fit it.
+    The contract is checked against observations, and never chosen to fit them.
 
     loss_divisor: a number above 0. Each microbatch's loss is divided by it before its backward. The default is the
-    number of the operation's microbatches, in all replicas together. loss_scale: a number above 0, such as 1024. Losses
-    are multiplied by it before their backwards, and gradients divided by it before they are handed back. The default is
-    what the step hands back as ``HandedBack.loss_scale``, or else 1. accumulation: an ``Accumulation``, the type and
-    the place in which gradients are added up. The default is what the step hands back, or else their own type, one
-    microbatch after another. max_norm: a number above 0. Gradients are clipped to this norm before the update. The
-    default is what the step hands back, or else no clipping. operations: what the step goes through, such as
-    ``["train", "accumulate", "train", "eval"]``, each with as many microbatches; or with the number of its own, as in
-    ``[("train", 4), ("eval", 2)]``, in all replicas together. ``step`` is then called once, with the model and an
-    iterator of ``(operation, microbatches)``, and yields for each what a step hands back, before it clears gradients.
-    The default is one training step. outputs: a function of output and target. It gives a mapping of names to tensors
-    that are compared for each microbatch, too, such as ``{"logits": output}``; whole numbers exactly. A step hands back
-    what it has of these as ``HandedBack.outputs``. routers: the modules that choose experts, by name, by how it ends,
-    or by a pattern, such as ``"mlp.gate"``; several where step and reference call them otherwise. What these choose, by
-    ``topk``, ``argmax`` or ``max`` in their forward, is compared token by token, and the reference follows the step
-    where the two differ by rounding. names: what the step's parameters are called in the reference: prefixes and what
-    replaces them, or a function of the name, or of name, rank and number of the module there. warmup: a whole number.
-    So many first calls of each watched module are no microbatch's, such as one that tells shapes. The default is 0.
-    ties: the weights that are one in several stages, as lists of their names in the model; ``[]``: none are. They are
-    read where a step is held against itself; the default is what ``build=`` tells, or else weights that begin equal in
-    several stages are unknown. stages: the numbers of the stages that each rank of a pipeline hands back, such as
-    ``[[0, 3], [1, 2]]``. They are read where a step is held against itself; the default is what the names of ``build=``
-    tell, or a trace, or else each rank has one, as ranks are numbered.
+    operation's microbatch count, over all replicas. loss_scale: a number above 0, such as 1024. Losses are multiplied
+    by it before their backwards, and gradients divided by it before the step returns them. The default is the step's
+    ``StepResult.loss_scale``, or else 1. accumulation: an ``Accumulation``, the type and place for summing gradients.
+    The default comes from the step, or else is the gradients' own type, one microbatch after another. max_norm: a
+    number above 0. Gradients are clipped to this norm before the update. The default comes from the step, or else is no
+    clipping. operations: the step's plan, such as ``["train", "accumulate", "train", "eval"]``, with equally many
+    microbatches each; or with counts, as in ``[("train", 4), ("eval", 2)]``, over all replicas. ``step`` is then called
+    once, with the model and an iterator over ``(operation, microbatches)``, and yields a result for each, before it
+    clears gradients. The default is one training step. outputs: a function that maps output and target to named
+    tensors, such as ``{"logits": output}``, to be compared for each microbatch as well; integers exactly. The step
+    returns its own as ``StepResult.outputs``. routers: modules that choose experts, by name, by name ending, or by
+    pattern, such as ``"mlp.gate"``; several if step and reference use different names. Their choices by ``topk``,
+    ``argmax`` or ``max`` in forward are compared token by token, and the reference follows the step where rounding
+    explains a difference. names: maps the step's parameter names to the reference's: prefixes with replacements, or a
+    function of the name, or of name, rank and module number. warmup: an integer. Each watched module's first calls, up
+    to this number, belong to no microbatch, such as a shape probe. The default is 0. ties: weights shared by several
+    stages, as lists of model names; ``[]``: none. They are read if the step itself is the reference; the default comes
+    from ``build=``, or else weights that start equal in several stages are unknown. stages: stage numbers per pipeline
+    rank, in returned order, such as ``[[0, 3], [1, 2]]``. They are read if the step itself is the reference; the
+    default comes from names in ``build=``, or a trace, or else is one stage per rank, in rank order.
 
-    Raises ``ContractError`` for a value that a word cannot have.
+    Raises ``ContractError`` for an invalid value.
     """
 
     loss_divisor: float | None = None
@@ -82,7 +80,7 @@ class Contract:
             raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
 
     def with_words(self, words: Mapping[str, Any]) -> "Contract":
-        """The same with ``words`` that were given beside it, as ``loss_divisor=8``; ``steps`` are its operations."""
+        """Copy with ``words`` given beside the contract, such as ``loss_divisor=8``; ``steps`` means operations."""
         every = {"operations" if word == "steps" else word: value for word, value in words.items()}
         if unknown := every.keys() - {one.name for one in fields(self)}:
             raise TypeError(f"there is an unexpected keyword argument {min(unknown)!r}")
@@ -90,20 +88,20 @@ class Contract:
 
     @property
     def plan(self) -> tuple[str, ...]:
-        """The operations by their names."""
+        """The operations' names."""
         return tuple(one if isinstance(one, str) else one[0] for one in self.operations) or ("train",)
 
     def parts(self, microbatches: int) -> list[range]:
-        """The numbers of every operation's microbatches, of so many in all.
+        """Split ``microbatches`` into ranges, one per operation.
 
-        Raises ``ContractError`` where they cannot be dealt so.
+        Raises ``ContractError`` if they cannot be split so.
         """
         plan = self.plan
         counts = [one[1] for one in self.operations if not isinstance(one, str)]
         if counts and sum(counts) != microbatches:
             raise ContractError(
                 f"operations want {' + '.join(map(str, counts))} microbatches, and there are {microbatches}: "
-                "give as many as they want, or let them want as many as there are"
+                "make the two numbers equal"
             )
         if not counts and microbatches % len(plan):
             raise ContractError(
@@ -114,7 +112,7 @@ class Contract:
         return [range(*pair) for pair in pairwise(ends)]
 
     def reads(self, words: Collection[str], where: str, cure: str = "leave it out") -> None:
-        """Raise ``ContractError`` for a word that is said and is none of these ``words``, which are read ``where``."""
+        """Raise ``ContractError`` for a stated word outside ``words``, the words read ``where``."""
         for one in fields(self):
             if one.name not in words and getattr(self, one.name) != one.default:
                 raise ContractError(f"{one.name} of the contract is not read {where}: {cure}")
@@ -127,7 +125,7 @@ def _check_positive(word: str, given: Any) -> None:
 
 
 def _operations(given: object) -> tuple[Any, ...]:
-    """The operations as they are given. Raises ``ContractError`` for what is no plan."""
+    """Check a plan. Raises ``ContractError`` for an invalid one."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ContractError(f'operations is {given!r}: expected a list, such as ["train", "eval"]')
     every = tuple(tuple(one) if isinstance(one, list) else one for one in given)

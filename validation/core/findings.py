@@ -1,4 +1,4 @@
-"""What a validation found, as data: what was compared, what broke, and what explains it."""
+"""Findings as data: comparisons, mismatches and explanations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from pipeproof.core.mismatch import Mismatch, small
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.reason import Reason
 
-Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
-Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
-JUDGED = ("seen", "expected")
+Tier = Literal["bitwise", "fp32", "TF32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or up to a dtype's rounding
+Outcome = Literal["pass", "fail", "unknown", "not observed", "not applicable"]
+JUDGED = ("observed", "expected")
 _UNJUDGED: Mapping[str, str] = {"pass": "same", "fail": "different", "wrong": "different"}
 
 
 @dataclass(frozen=True)
 class LawResult:
-    """A property that must hold, and how it fared.
+    """A law's result.
 
-    checked: how many things were compared. exact: how many of them agreed bit for bit. wrong: how many did not agree.
-    left_out: the names of those that should have been compared and were not. reasons: why it is unknown, or not seen.
+    checked: comparisons. exact: bit for bit agreements. wrong: disagreements. left_out: names that should have been
+    compared and were not. reasons: why the result is unknown, or not observed.
     """
 
     name: str
@@ -40,7 +40,7 @@ class LawResult:
         return self.line(self.outcome)
 
     def line(self, outcome: str) -> str:
-        """All of it on one line; ``outcome`` is the word for how it fared."""
+        """Format the result on one line; ``outcome`` is the word to print."""
         exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
         missed = f"{len(self.left_out)} not compared" if self.left_out else ""
         worst = f"worst {small(self.worst)}" if self.worst else ""
@@ -50,26 +50,25 @@ class LawResult:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found.
+    """All findings from a validation.
 
-    tier: "bitwise", a dtype's name, or "none" if not everything agreed. cause: what explains it, all of it together. It
-    is empty if the evidence does not decide; then ``undecided`` says why. Both are empty if nobody asked. alternatives:
-    explanations that the evidence allows as well, each as a whole, the likeliest first. ruled_out: what was compared on
-    the way and agreed. cells: the coefficients that causes rest on. bindings: the case's numbers, in words. floor: the
-    largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
-    nothing to judge; failed_at: the user's lines in which the first of them did; ranks: a line for each. ended: "error"
-    for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say. rerun: what to type if there is
-    no replay line. seconds: what it took. stopped: what was raised while things were compared. unsought: what was
-    raised while the cause was looked for. traceback: of either. measured: numbers. sides: what found and due are
-    called; of two runs, neither of which is known to be right, they are names of these.
+    tier: "bitwise", a dtype's name, or "none" without full agreement. causes: the explanation, as a whole; empty if
+    evidence decides nothing, as ``undecided`` says, or if no explanation ran. alternatives: other possible
+    explanations, each whole, likeliest first. ruled_out: evidence that agreed on the way. cells: coefficients behind
+    the causes. bindings: the case's numbers, in words. floor: largest gradient floor; 0 if unmeasured. failure: how
+    ranks failed, if nothing could be judged; failed_at: user lines where the first rank failed; ranks: a line per rank.
+    ended: "error" after a crash, "hang" after a hang. headline: a sentence beyond the laws. rerun: command to use
+    without a replay line. seconds: duration. stopped: error during comparison. unsought: error during explanation.
+    traceback: for either. measured: numbers. sides: names for observed and expected; for two runs, neither known to be
+    right, the runs' names.
     """
 
     config: str
-    verdict: Literal["pass", "fail", "unknown"]
+    outcome: Literal["pass", "fail", "unknown"]
     tier: Tier
     laws: tuple[LawResult, ...]
     mismatches: tuple[Mismatch, ...] = ()
-    cause: tuple[Cause, ...] = ()
+    causes: tuple[Cause, ...] = ()
     alternatives: tuple[tuple[Cause, ...], ...] = ()
     ruled_out: tuple[RuledOut, ...] = ()
     undecided: tuple[str, ...] = ()
@@ -91,28 +90,28 @@ class Findings:
 
     @property
     def judged(self) -> bool:
-        """Whether one side is known to be right."""
+        """True beside a reference: one side must be right."""
         return self.sides == JUDGED
 
     @property
     def word(self) -> str:
-        """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
-        return self.ended or self.outcome(self.verdict)
+        """The outcome word for readers: a crash or a hang shows as such."""
+        return self.ended or self.word_for(self.outcome)
 
-    def outcome(self, word: str) -> str:
-        """``word`` for an outcome; what differs from a run that may be wrong has not failed."""
-        return word if self.judged else _UNJUDGED.get(word, word)
+    def word_for(self, outcome: str) -> str:
+        """Return the word for ``outcome``. Two unjudged runs are same or different."""
+        return outcome if self.judged else _UNJUDGED.get(outcome, outcome)
 
     @property
     def next(self) -> list[str]:
-        """What to look at, or to do, for its causes; where something is unknown, what makes it known."""
-        if self.verdict == "pass" or (self.verdict == "fail" and self.cause):
-            return [*hints(self.cause, self.measured)]
-        outcomes = {"unknown"} if self.verdict == "unknown" else {"unknown", "not seen"}
+        """Next steps: hints for causes, or cures for unknowns."""
+        if self.outcome == "pass" or (self.outcome == "fail" and self.causes):
+            return [*hints(self.causes, self.measured)]
+        outcomes = {"unknown"} if self.outcome == "unknown" else {"unknown", "not observed"}
         reasons = [reason for law in self.laws if law.outcome in outcomes for reason in law.reasons]
-        return [*hints(self.cause, self.measured), *dict.fromkeys(reason.cure for reason in reasons)]
+        return [*hints(self.causes, self.measured), *dict.fromkeys(reason.cure for reason in reasons)]
 
     @property
     def replay(self) -> str:
-        """The line that runs this case again."""
+        """Command to run this case again."""
         return self.rerun or f'pipeproof replay "{self.config}"'

@@ -1,9 +1,9 @@
-"""What to do next, by the kind of cause: one hint for each, and what a factor may be."""
+"""Hints for each cause kind, and meanings for factors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import KINDS, Cause
 from pipeproof.core.measured import Measured
 
 HINTS: Mapping[str, str] = MappingProxyType(
@@ -58,8 +58,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "uninitialised": "Wait for the receive before its buffer is read. Is it sent at all, as each gradient must be?",
         "rounded": "Look for a cast on the tensor's way: autocast, a buffer or a sum of a narrower type, a message.",
         "altered": "What writes to this tensor, or moves its elements, after it is made and before it is read?",
-        "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
-        "stage; else the message to it.",
+        "not-finite": "Begin at the first action with an output that is not finite. Are its inputs finite? Then look "
+        "at that stage, else at the message to it.",
         "computation": "Compare, layer by layer, what this stage's module computes with what it should.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
@@ -76,6 +76,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "crash": "Read the rank's traceback: nothing could be compared behind it.",
     }
 )
+assert HINTS.keys() == KINDS.keys(), HINTS.keys() ^ KINDS.keys()  # a verdict without a hint would crash
 
 _CUT = (
     "Look in this stage's forward for what cuts the graph: detach, .data, no_grad, or a function of its own whose "
@@ -84,7 +85,7 @@ _CUT = (
 
 
 def hints(causes: Sequence[Cause], measured: Measured) -> list[str]:
-    """What to do next about ``causes``, once for each kind; of a factor, first what it may be."""
+    """Return hints, one per cause kind; a factor's meaning comes first."""
     first: dict[str, Cause] = {}
     for cause in causes:
         first.setdefault(_hint(cause), cause)
@@ -96,15 +97,15 @@ def _hint(cause: Cause) -> str:
 
 
 def _factors(cause: Cause, measured: Measured) -> Iterator[str]:
-    """What a cause's factor is equal to, if that is anything that a step divides by."""
+    """Yield counts equal to a cause's factor, such as numbers of microbatches or ranks."""
     if cause.kind != "scale" or cause.factor is None:
         return
     for count, what in _counts(measured):
         if cause.microbatches and what != "microbatches":
-            continue  # what has a factor in some microbatches alone has nothing to do with ranks or stages
-        if count > 1 and _near(cause.factor, count):
+            continue  # a factor in single microbatches has nothing to do with ranks or stages
+        if count > 1 and _is_near(cause.factor, count):
             yield f"{count} = the number of {what}: is the loss, or its gradient, divided by it?"
-        elif count > 1 and _near(cause.factor * count, 1):
+        elif count > 1 and _is_near(cause.factor * count, 1):
             yield f"1/{count}, and {count} = the number of {what}: is anything divided twice by it?"
 
 
@@ -122,5 +123,5 @@ def _counts(measured: Measured) -> Iterator[tuple[int, str]]:
             yield len(ran.placement), "stages"
 
 
-def _near(one: float, other: float) -> bool:
+def _is_near(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-3 * abs(other)

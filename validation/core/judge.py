@@ -1,4 +1,4 @@
-"""Holding what a schedule produced against the reference, law by law."""
+"""Judge a step against its reference, law by law."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,44 +11,44 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipeproof.core.comparison import Comparison, due_of, hold_claim, leave_out, tell_of_unmoved
+from pipeproof.core.comparison import Comparison, expect_operation, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.core.execution import Execution, Headings
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import NOWHERE, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured
-from pipeproof.core.measuring import MeasuredFloors, is_wider, ran_of
+from pipeproof.core.measuring import MeasuredFloors, is_wider, trace_of
 from pipeproof.core.nudged import doubt_rounding
 from pipeproof.core.observe.elements import any_nonzero
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.oracle import Answer, Requirements
 from pipeproof.core.reason import Reason
 from pipeproof.core.routes import RouteJudge
-from pipeproof.core.tolerance import error, rounded_to, same_bits
+from pipeproof.core.tolerance import error, is_rounded_to, same_bits
 from pipeproof.core.verdict import Crash, Mismatch, Tier, Verdict, overall
 from pipeproof.reference.step import Expected, Site
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
-    "parameters-once",  # every parameter of the model is in exactly one stage, a tied one once in each that shares it
-    "loss",  # each microbatch's, and the whole step's, as every rank reports it
-    "presence",  # a gradient is None exactly where the reference's is
-    "gradient",  # every parameter's
-    "tied-copies",  # gradients and parameters of all copies are equal
-    "grad-norm",  # over logical parameters, as every rank reports it
+    "parameters-once",  # each model parameter is in exactly one stage, a tied one once in each stage that shares it
+    "loss",  # per microbatch, and the step's total on each rank
+    "presence",  # a gradient is None exactly where the reference has None
+    "gradient",  # per parameter
+    "tied-copies",  # gradients and parameters agree between all copies
+    "grad-norm",  # over logical parameters, on each rank
     "updated-parameters",  # after clip and optimizer step
-    "buffers",  # what forwards leave behind, such as running statistics
-    "second-step",  # all of these in a later step: no stale state
-    "accumulation",  # all of these when gradients come from two calls
-    "eval",  # evaluation between steps: its losses, and all of these in the step after it
+    "buffers",  # state written by forwards, such as running statistics
+    "second-step",  # all laws in a later step: no stale state
+    "accumulation",  # all laws when gradients come from two calls
+    "eval",  # evaluation between steps: its losses, and all laws in the next step
 )
 
-_LOCATE = ("microbatches", "boundaries", "initial-weights")  # laws that decide nothing where results do
+_LOCATE = ("microbatches", "boundaries", "initial-weights")  # laws that decide nothing beside compared results
 Scenarios = frozenset[str]
 
 
 def scenarios(plan: Sequence[str]) -> list[Scenarios]:
-    """For each operation, the laws about its place in the plan; none for a first, plain step."""
+    """Return laws about each operation's place in the plan. A first plain step has none."""
     laws: list[Scenarios] = []
     trained, since = False, set[str]()
     for operation in plan:
@@ -60,14 +60,14 @@ def scenarios(plan: Sequence[str]) -> list[Scenarios]:
 
 
 class Where(TypedDict, total=False):
-    """Where a parameter lies, as far as that is known."""
+    """A parameter's known rank and stage."""
 
     rank: int
     stage: int
 
 
 class Judge:
-    """Asks the oracle for each operation of the plan, and compares."""
+    """Asks the oracle about each planned operation, then compares."""
 
     def __init__(self, required: Requirements, observed: Observed) -> None:
         self._required = required
@@ -75,16 +75,16 @@ class Judge:
         self.ledger = Ledger(required.laws)
         self._place = Headings(observed.schedule.placement)
         self._scenarios = scenarios(required.plan)
-        self._evidence = self.ledger.empty_copy()  # since the last update: what locates a fault
-        self._found = self.ledger.empty_copy()  # results of the operation that is being judged
+        self._evidence = self.ledger.empty_copy()  # evidence since the last update: it locates a fault
+        self._found = self.ledger.empty_copy()  # results for the current operation
         self.measured: Floors | None = None
         self._trained: dict[int, Collection[tuple[int | None, bool]]] = {}  # by operation: did they move?
 
-    def judged(self) -> Crash | None:
-        """``judge``, and what it raised: what was entered in the ledger before stays."""
+    def judge_observed(self) -> Crash | None:
+        """Run ``judge`` and return a raised error. Earlier ledger entries stay."""
         try:
             self.judge()
-        except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
+        except Exception as error:  # any type: the reference is user code, and ranks may return anything
             if self._required.results_decide and not self._found.failed:
                 self._set_aside("not every result was compared")
             self.ledger.join(self._evidence)
@@ -93,7 +93,7 @@ class Judge:
         return None
 
     def judge(self) -> None:
-        """Compare everything up to the first operation that disagrees: what follows it is consequence."""
+        """Compare operations up to the first mismatch. Later mismatches follow from it."""
         self._skip_what_does_not_apply()
         self._evidence = self.ledger.empty_copy()
         Execution(self._required, self._observed, self.ledger).parameters_once()
@@ -130,7 +130,7 @@ class Judge:
             self.ledger.remark(law, note)
 
     def _operation(self, number: int, laws: Scenarios) -> None:
-        """Judge one operation: its results decide; calls, boundaries and starting weights locate what is wrong."""
+        """Judge one operation: results decide; calls, boundaries and starting weights locate a fault."""
         evidence = self._evidence
         results = self._found = self.ledger.empty_copy()
         execution = Execution(self._required, self._observed, evidence)
@@ -142,7 +142,7 @@ class Judge:
         same_start = self._same_start(at.onto(evidence), answer.expected)
         self._results(at, answer)
         decisive = "gradient" if answer.expected.gradients else "loss"
-        right = bool(results.entered(decisive, number)) and not (results.failed or self.ledger.failed)
+        right = bool(results.compared_names(decisive, number)) and not (results.failed or self.ledger.failed)
         routes = results.empty_copy()
         RouteJudge(routes, number, laws, answer).judge(self._observed)
         if right and self._required.results_decide:
@@ -156,7 +156,7 @@ class Judge:
         self._found = self.ledger.empty_copy()
 
     def _conclude(self, number: int, execution: Execution, results: Ledger, *, right: bool) -> None:
-        """Enter what was found. ``right``: every result of the operation was compared, and is right."""
+        """Enter all results into the ledger. ``right``: each result was compared, and is right."""
         evidence, decide = self._evidence, self._required.results_decide
         if decide and self._required.plan[number] == "accumulate" and not results.failed:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
@@ -170,7 +170,7 @@ class Judge:
         if decide:
             doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
             execution.extra_calls(number, doubtful=doubtful)
-            execution.uncompared(number, doubtful=doubtful)
+            execution.report_uncompared(number, doubtful=doubtful)
         self.ledger.join(evidence)
         others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
         if any(m.law == "initial-weights" for m in evidence.mismatches):
@@ -184,35 +184,37 @@ class Judge:
         self._evidence = self.ledger.empty_copy()
 
     def _set_aside(self, why: str) -> None:
-        """Let what locates a fault decide nothing, but for what the step itself says."""
-        seen = [one for one in self._evidence.mismatches if not self._is_told(one)]
-        self._evidence.set_aside(seen, self._scenarios, why)
+        """Demote evidence to remarks, except a rank's own trace."""
+        observed = [one for one in self._evidence.mismatches if not self._is_traced(one)]
+        self._evidence.set_aside(observed, self._scenarios, why)
 
     def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
-        """What calls show of stages whose gradients are right: no cause of what is wrong elsewhere."""
+        """Select call mismatches in stages with right gradients. They cannot cause faults elsewhere."""
         mismatches = [*self._evidence.mismatches, *results.mismatches]
         wrong = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
         gradients = self._observed.gradients(number)
-        seen = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
-        return [m for m in mismatches if m.law == "microbatches" and m.stage in seen - wrong and not self._is_told(m)]
+        observed = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
+        return [
+            m for m in mismatches if m.law == "microbatches" and m.stage in observed - wrong and not self._is_traced(m)
+        ]
 
-    def _is_told(self, one: Mismatch) -> bool:
-        """Whether it is what the step itself says of its order: a report, and no mere evidence."""
+    def _is_traced(self, one: Mismatch) -> bool:
+        """True if the mismatch comes from a rank's own trace, a report rather than evidence."""
         return one.law == "microbatches" and one.stage in self._required.traced
 
     def _comparison(self, number: int, laws: Scenarios, answer: Answer, results: Ledger) -> Comparison:
-        """What operation ``number`` must give, to be held against what it gave."""
+        """Build the comparison for operation ``number``."""
         expected = answer.expected
         sites = {site[1]: site for site in expected.gradients}
         wide = self._wide(number, answer)
         allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
-        due = due_of(expected)
-        loss = due.loss if self._required.every_rank else expected.loss
-        due = replace(due, gradients={**due.gradients, **wide}, loss=loss)
-        return Comparison(due, allowed, results, number=number, scenarios=laws)
+        operation = expect_operation(expected)
+        loss = operation.loss if self._required.every_rank else expected.loss
+        operation = replace(operation, gradients={**operation.gradients, **wide}, loss=loss)
+        return Comparison(operation, allowed, results, number=number, scenarios=laws)
 
     def _results(self, at: Comparison, answer: Answer) -> None:
-        """What the operation gave: losses, outputs, buffers, gradients, norm and weights."""
+        """Compare losses, outputs, buffers, gradients, norm and weights."""
         number, expected, results = at.number, answer.expected, at.ledger
         name = self._required.plan[number]
         self._losses(at, expected)
@@ -227,39 +229,39 @@ class Judge:
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 results.remark("gradient", answer.floors.obstacle)
-        elif name == "eval" and self._required.results_decide and not results.entered("loss", number):
+        elif name == "eval" and self._required.results_decide and not results.compared_names("loss", number):
             why = "reports no losses, so it is not known what it computed: hand them back"
             results.doubt("eval", f"operation {number + 1} {why}", Reason.UNREPORTED)
         at.tell()
         self._trained[number] = at.trained.values()
-        leave_out(results, at.due, number=number, names=())
+        leave_out(results, at.expected, number=number, names=())
 
     def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
-        """Gradients that were added up in a wider type than their own, where they are just that.
+        """Return gradients that ranks summed in a wider type, by name.
 
-        Where some are, those beside them that have no more digits than the narrow type are to be so too.
+        Beside such gradients, others with the narrow type's digits alone should have been wide as well.
         """
         found, narrow = dict[str, Tensor](), dict[str, Tensor]()
-        for site, seen in self._observed.gradients(number).items():
-            due = answer.expected.gradients.get(site)
-            if seen is None or due is None or answer.floors is None or not is_wider(seen, due):
+        for site, observed in self._observed.gradients(number).items():
+            expected = answer.expected.gradients.get(site)
+            if observed is None or expected is None or answer.floors is None or not is_wider(observed, expected):
                 continue
-            wide = answer.floors.added_in(seen.dtype, site)
-            if wide is not None and error(seen, wide) <= precision_of(seen.dtype).least:
+            wide = answer.floors.sum_in(observed.dtype, site)
+            if wide is not None and error(observed, wide) <= precision_of(observed.dtype).least:
                 found[site[1]] = wide
-            elif wide is not None and rounded_to(precision_of(due.dtype), seen, wide):
+            elif wide is not None and is_rounded_to(precision_of(expected.dtype), observed, wide):
                 narrow[site[1]] = wide
         return found | narrow if found else {}
 
     def _same_start(self, at: Comparison, expected: Expected) -> bool:
-        """Whether the weights that were seen before the operation are the reference's, on every rank."""
+        """Compare weights before the operation, on each rank. True if all agree."""
         before = self._observed.before(at.number)
         order = {name: place for place, name in enumerate(expected.before)}
         for site in sorted(before, key=lambda site: order[site[1]]):
             at.start(site[1], before[site], **self._where(site))
         if before:
-            unseen = sorted(name for stage, name in self._required.due - before.keys() if stage != NOWHERE)
-            at.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
+            unseen = sorted(name for stage, name in self._required.expected - before.keys() if stage != NOWHERE)
+            at.ledger.leave_out("initial-weights", unseen, "not observed before the step", hides=False)
         return not any(one.law == "initial-weights" for one in at.ledger.mismatches)
 
     def _losses(self, at: Comparison, expected: Expected) -> None:
@@ -268,13 +270,13 @@ class Judge:
         broken = None if first is None else (first, placement[first.stage])
         every = [operations[at.number] for operations in self._observed.ranks]
         for rank, own in enumerate(every):
-            # accumulate() reports losses where they are known, and no whole one.
+            # accumulate() reports known losses, without a total.
             knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
             if (own.losses or self._required.every_rank) and knows:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
         for rank, own in enumerate(every):
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
-                continue  # a sum of what is no number is none either: where that comes from is told
+                continue  # a NaN sum follows from a NaN loss, reported above
             if own.loss is not None or (self._required.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 
@@ -282,15 +284,15 @@ class Judge:
         made, floors = [one.outputs for one in answer.expected.contributions], answer.floors
         for rank, operations in enumerate(self._observed.ranks):
             own = operations[at.number]
-            for name, seen in own.outputs.items():
+            for name, observed in own.outputs.items():
                 assert floors is not None, "who hands outputs back is judged by floors"
                 floor = partial(floors.output, name=name)
                 share = range(len(made)) if own.share is None else own.share
-                at.outputs(name, seen, [one[name] for one in made], floor, share=share, rank=rank)
-        told = {name for rank in self._observed.ranks for name in rank[at.number].outputs}
+                at.outputs(name, observed, [one[name] for one in made], floor, share=share, rank=rank)
+        reported = {name for rank in self._observed.ranks for name in rank[at.number].outputs}
         ever = {name for rank in self._observed.ranks for one in rank for name in one.outputs}
         why = f"not handed back in operation {at.number + 1}"
-        missing = [name for name in (made[0] if made else ()) if name in ever - told]
+        missing = [name for name in (made[0] if made else ()) if name in ever - reported]
         at.ledger.leave_out("outputs", missing, why, hides=False)
 
     def _buffers(self, at: Comparison, expected: Expected) -> None:
@@ -304,14 +306,16 @@ class Judge:
             at.buffer(name, None)
         if not self._required.every_rank and observed:
             at.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
-        for site, seen in sorted(observed.items(), key=lambda item: item[0]):
-            at.buffer(site[1], seen, **self._where(site))
+        for site, buffer in sorted(observed.items(), key=lambda item: item[0]):
+            at.buffer(site[1], buffer, **self._where(site))
 
     def _gradients(self, at: Comparison, expected: Expected) -> None:
         observed = self._observed.gradients(at.number)
-        # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
+        # From the last stage down, as gradients flow: the first mismatch lies nearest to the fault.
         for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
-            if site[0] != NOWHERE and site in self._required.due:  # else said already, or another name of one judged
+            if (
+                site[0] != NOWHERE and site in self._required.expected
+            ):  # others are reported already, or are another name for a judged parameter
                 at.gradient(site[1], observed.get(site), **self._where(site))
         self._copies(at, "gradient", observed)
 
@@ -326,19 +330,19 @@ class Judge:
 
     def _norms(self, at: Comparison) -> None:
         for rank, operations in enumerate(self._observed.ranks):
-            seen = operations[at.number].norm
-            if seen is not None or self._required.every_rank:
-                at.norm(math.nan if seen is None else seen, rank=rank)
+            observed = operations[at.number].norm
+            if observed is not None or self._required.every_rank:
+                at.norm(math.nan if observed is None else observed, rank=rank)
 
     def _updates(self, at: Comparison, expected: Expected, max_norm: float) -> None:
         if "updated-parameters" not in self._required.laws:
             return
         observed = self._observed.parameters(at.number)
-        held = {site for site in self._required.due if site[0] != NOWHERE}
-        due = {site for site in expected.gradients if site[1] in at.due.parameters}
-        unseen = sorted(name for stage, name in (due & held) - observed.keys())
-        at.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
-        for site in sorted(due & observed.keys()):
+        held = {site for site in self._required.expected if site[0] != NOWHERE}
+        updated = {site for site in expected.gradients if site[1] in at.expected.parameters}
+        unseen = sorted(name for stage, name in (updated & held) - observed.keys())
+        at.ledger.leave_out("updated-parameters", unseen, "not observed after the step")
+        for site in sorted(updated & observed.keys()):
             at.parameter(site[1], observed[site], **self._where(site))
         self._copies(at, "parameter", observed)
         norm = expected.norm or 0.0
@@ -347,36 +351,36 @@ class Judge:
             at.ledger.doubt("updated-parameters", never, Reason.NOTHING)
 
     def _where(self, site: Site) -> Where:
-        """The rank and stage of a site, as far as they are known."""
+        """Return a site's known rank and stage."""
         return {} if site[0] == NOWHERE else {"rank": self._observed.schedule.placement[site[0]], "stage": site[0]}
 
 
-def judged(required: Requirements, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on ``observed``. ``measure``: measure floors even where every bit agrees, to report."""
+def judge_observed(required: Requirements, observed: Observed, *, measure: bool = False) -> Verdict:
+    """Judge ``observed``. ``measure``: measure floors for the report even where all bits agree."""
     began = perf_counter()
     with one_thread():
         at = Judge(required, observed)
-        crash = at.judged()
+        crash = at.judge_observed()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
-        verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision)
-        verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.moved, required.oracle.products)
+        verdict = conclude(at.ledger, required.config, otherwise=required.oracle.precision)
+        verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.nudged, required.oracle.products)
     trained = [k for k, name in enumerate(required.plan) if name == "train"]
-    verdict = replace(verdict, mismatches=tuple(_named(one, required.plan) for one in verdict.mismatches))
+    verdict = replace(verdict, mismatches=tuple(_with_operation(one, required.plan) for one in verdict.mismatches))
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
-    measured = replace(verdict.measured, ran=ran_of(observed, number))
+    measured = replace(verdict.measured, ran=trace_of(observed, number))
     seconds = perf_counter() - began
     return replace(verdict, bindings=required.bindings, floor=floor, measured=measured, seconds=seconds)
 
 
-def _named(one: Mismatch, plan: Sequence[str]) -> Mismatch:
-    """``one``, with what its operation does, where there are several."""
+def _with_operation(one: Mismatch, plan: Sequence[str]) -> Mismatch:
+    """Add the operation's kind, for plans with several operations."""
     return replace(one, doing=plan[one.operation - 1]) if len(plan) > 1 else one
 
 
-def concluded(
+def conclude(
     ledger: Ledger, config: str, *, otherwise: Precision = FP32, rerun: str = "", seconds: float = 0.0
 ) -> Verdict:
-    """The verdict that follows from all that was entered; ``otherwise`` as for the ledger's tier."""
+    """Build a verdict from all ledger entries. ``otherwise``: see ``Ledger.tier``."""
     laws = ledger.laws()
     outcome = overall(laws)
     tier: Tier = ledger.tier(otherwise) if outcome == "pass" else "none"
@@ -387,7 +391,7 @@ def concluded(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One intra-op thread, as on the ranks: two threads change the last bits of some kernels."""
+    """Use one intra-op thread, as ranks do: two threads change some kernels' last bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

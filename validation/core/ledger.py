@@ -1,4 +1,4 @@
-"""The ledger of a validation: every comparison made, where it stands, and under which laws it is entered."""
+"""The ledger: all comparisons in a validation, with place, laws and outcome."""
 
 import math
 from collections import Counter
@@ -22,8 +22,8 @@ from pipeproof.pipeline.sizes import first_few
 HELD = "what came before was bit for bit, so that rounding in {} does not excuse this"
 ENDLESS = Reason.NOT_FINITE.doubt("not finite on either side: no fault shows there")
 _GRADIENT = "gradient"
-COMPUTED = ("loss", _GRADIENT)  # laws of what every microbatch gives
-_KEPT = (*COMPUTED, "grad-norm")  # laws whose comparisons are kept one by one
+COMPUTED = ("loss", _GRADIENT)  # laws about each microbatch's results
+_KEPT = (*COMPUTED, "grad-norm")  # laws whose comparisons the ledger stores singly
 
 
 @dataclass
@@ -31,16 +31,16 @@ class _Entry:
     checked: int = 0
     exact: int = 0
     wrong: int = 0
-    aside: int = 0  # of what is not exact, how many decide nothing
-    empty: Counter[str] = field(default_factory=Counter)  # of what passed, in what no fault shows: how many are what
+    aside: int = 0  # inexact comparisons that decide nothing
+    empty: Counter[str] = field(default_factory=Counter)  # passes that cannot reveal a fault, by description
     worst: float = 0.0
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.compared of what was compared
+    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # ``Heading.compared`` values
     left_out: dict[str, None] = field(default_factory=dict)
     reasons: dict[Reason, None] = field(default_factory=dict)
-    leads: Leads = field(default_factory=Leads)  # of gradients that are no fault each for itself
+    leads: Leads = field(default_factory=Leads)  # gradients, each too near to be a fault alone
 
     def add(self, other: "_Entry") -> None:
         self.checked += other.checked
@@ -55,12 +55,12 @@ class _Entry:
         self.entered |= other.entered
         self.left_out |= other.left_out
         self.reasons |= other.reasons
-        self.leads = self.leads.joined(other.leads)
+        self.leads = self.leads.join(other.leads)
 
 
 @dataclass(frozen=True)
 class Heading:
-    """Where a comparison belongs: its law, the laws of its scenarios, and the known parts of a mismatch."""
+    """A comparison's law, scenario laws, and place."""
 
     law: str
     scenarios: frozenset[str]
@@ -68,83 +68,83 @@ class Heading:
 
     @classmethod
     def at(cls, law: str, number: int, scenarios: frozenset[str] = frozenset(), **where: object) -> "Heading":
-        """In operation ``number``, from 0, at what ``where`` names as the fields of a mismatch."""
+        """Build a heading for operation ``number`` (from 0). ``where`` names mismatch fields."""
         return cls(law, scenarios, Mismatch(law, number + 1, **where))  # type: ignore[arg-type]
 
-    def mismatch(self, found: Value, due: Value, what: What, **more: Any) -> Mismatch:
-        """This place, with what was found there and what was due."""
-        return replace(self.where, law=self.law, found=found, due=due, what=what, **more)
+    def mismatch(self, found: Value, expected: Value, what: What, **more: Any) -> Mismatch:
+        """Return a mismatch at this place."""
+        return replace(self.where, law=self.law, observed=found, expected=expected, what=what, **more)
 
     @property
     def compared(self) -> tuple[int, str | int | None]:
-        """What is compared: the operation, and a parameter or microbatch in it."""
+        """Return the operation, with its parameter or microbatch."""
         where = self.where
         return where.operation, where.microbatch if where.parameter is None else where.parameter
 
 
 class Ledger:
-    """Collects comparisons. Laws that nothing was entered under stay "unknown", unless said not to apply."""
+    """Collects comparisons. A law without entries stays "unknown", unless skipped."""
 
     def __init__(self, laws: Sequence[str]) -> None:
         self._entries = {law: _Entry() for law in laws}
         self._skipped: dict[str, tuple[Outcome, str]] = {}
-        self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
+        self._coarsest: Precision | None = None  # coarsest precision among inexact agreements
         self.held: frozenset[str] = frozenset()  # laws whose rounding no narrow type excuses
         self.mismatches: list[Mismatch] = []
-        self.compared: dict[tuple[object, ...], Compared] = {}  # by its place: of several operations the last
+        self.compared: dict[tuple[object, ...], Compared] = {}  # by place; later operations replace earlier ones
 
     def empty_copy(self) -> "Ledger":
-        """A ledger of the same laws, without anything compared: of these the same do not apply, or were not seen."""
+        """Return an empty ledger with the same laws and skips."""
         copy = Ledger([*self._entries])
         copy._skipped, copy.held = dict(self._skipped), self.held
         return copy
 
     @property
     def failed(self) -> bool:
-        """Whether anything so far did not agree."""
+        """True after any failed or unknown comparison."""
         return any(one.outcomes & {"fail", "unknown"} for law, one in self._entries.items() if law not in self._skipped)
 
     @property
     def exact(self) -> frozenset[str]:
-        """The laws of what every microbatch gives, if all under these was bit for bit so far."""
+        """Return computed laws, if all their comparisons so far were bit for bit."""
         own = {law: self._entries[law] for law in COMPUTED if law in self._entries and self._entries[law].checked}
         return frozenset(own) if all(entry.exact == entry.checked for entry in own.values()) else frozenset()
 
-    def undecided(self, law: str) -> bool:
-        """Whether some of what was compared under ``law`` is neither right nor wrong, and nothing is wrong."""
+    def is_undecided(self, law: str) -> bool:
+        """True if a comparison under ``law`` is unknown and none failed."""
         outcomes = self._entries[law].outcomes
         return "unknown" in outcomes and "fail" not in outcomes
 
     def skip(self, law: str, reason: str) -> None:
-        """``law`` does not apply here."""
+        """Declare ``law`` inapplicable."""
         self._skipped[law] = "not applicable", reason
 
     def miss(self, law: str, why: str) -> None:
-        """``law`` may well apply, but nothing was seen of what it is about."""
-        self._skipped[law] = "not seen", Reason.UNREPORTED.doubt(why)
+        """Declare ``law`` unobserved."""
+        self._skipped[law] = "not observed", Reason.UNREPORTED.doubt(why)
 
     def doubt(self, law: str, why: str, reason: Reason = Reason.UNCOMPARED) -> None:
-        """``law`` cannot be judged: it says nothing that it was not seen to fail. ``reason``: if ``why`` has none."""
+        """Declare ``law`` unknown. ``reason``: used unless ``why`` has its own."""
         self._entries[law].outcomes.add("unknown")
         self._entries[law].reasons |= dict.fromkeys(reason.doubt(why).reasons)
         self.remark(law, why)
 
     def remark(self, law: str, note: str) -> None:
-        """Something about ``law`` that readers should know, and that changes no outcome."""
+        """Note a fact about ``law`` without changing its outcome."""
         if note not in self._entries[law].notes:
             self._entries[law].notes.append(note)
 
     def leave_out(
         self, law: str, names: Sequence[str], why: str, reason: Reason = Reason.UNCOMPARED, *, hides: bool = True
     ) -> None:
-        """``names`` should have been compared under ``law`` and were not; ``hides``: a fault may be in that."""
+        """List ``names`` missing from the comparisons under ``law``. ``hides``: a fault may hide there."""
         if names:
             self._entries[law].left_out |= dict.fromkeys(names)
-            told = Doubt(f"{why}: {first_few(names)}", reason.doubt(why).reasons)
-            (self.doubt if hides else self.remark)(law, told)
+            note = Doubt(f"{why}: {first_few(names)}", reason.doubt(why).reasons)
+            (self.doubt if hides else self.remark)(law, note)
 
-    def entered(self, law: str, number: int) -> set[str | int | None]:
-        """Which parameters, or microbatches, of operation ``number`` (from 0) were compared under ``law``."""
+    def compared_names(self, law: str, number: int) -> set[str | int | None]:
+        """Return parameters or microbatches compared under ``law`` in operation ``number`` (from 0)."""
         return {what for operation, what in self._entries[law].entered if operation == number + 1}
 
     def hold(
@@ -152,16 +152,16 @@ class Ledger:
         place: Heading,
         holds: bool,
         found: Value,
-        due: Value,
+        expected: Value,
         *,
         what: What = "text",
         exact: bool = True,
-        told: str = "",
+        text: str = "",
     ) -> None:
-        """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
+        """Enter a yes/no comparison. ``exact``: agreement means bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
-            self._differ(place.mismatch(found, due, what, told=told))
+            self._differ(place.mismatch(found, expected, what, text=text))
 
     def tensors(
         self,
@@ -173,24 +173,22 @@ class Ledger:
         base: Tensor | None = None,
         rounded: bool = False,
     ) -> None:
-        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved.
-
-        ``rounded``: let pass what storing may have done to last places.
-        """
+        """Compare two tensors. ``base``: compare movements from it. ``rounded``: allow storage rounding in last
+        places."""
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass")
             self._lead(place, lambda: 1.0 if any_nonzero(expected) else None)
             return
         allowed = floor()
-        size, outcome = allowed.compared(observed, expected, base=base, rounded=rounded)
-        allowed = allowed.reached(size, outcome)
-        if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
+        size, outcome = allowed.compare(observed, expected, base=base, rounded=rounded)
+        allowed = allowed.reach(size, outcome)
+        if not is_rounded(expected.dtype):  # integers have no rounding: one off is wrong, however large they are
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
         if outcome == "unknown" and base is not None and size <= allowed.moved:
             self.leave_out(place.law, [str(place.where.parameter)], _MADE_MUCH_OF)
             return
-        self._sized(place, size, outcome, allowed, lambda: sizes(observed, expected, base))
+        self._enter_size(place, size, outcome, allowed, lambda: sizes(observed, expected, base))
 
     def sketches(
         self,
@@ -202,10 +200,10 @@ class Ledger:
         base: tuple[Sketch, Sketch] | None = None,
         stored: float = 0.0,
     ) -> None:
-        """Enter two tensors of which there are sketches by ``brief``.
+        """Compare two tensors by sketches from ``brief``. ``stored``: distance that storage rounding may add.
 
-        ``base``: what each of them moved from; then the movements are judged, as one large tensor whose few elements
-        may be far off: optimizers make much of rounding in single ones. ``stored``: how far apart storing may put them.
+        ``base``: both starting points. Movements are then compared as one large tensor whose few elements may be far
+        off, since optimizers amplify rounding in single elements.
         """
         still = base is not None and (observed.digest, expected.digest) == (base[0].digest, base[1].digest)
         if observed.digest == expected.digest or still:
@@ -224,16 +222,16 @@ class Ledger:
         outcome = allowed.outcome(size)
         if base is not None and outcome != "pass":
             gap, usual = observed.gap(expected), allowed.outcome(observed.usual_distance(expected))
-            summed = FP64.least * base[1].norm  # what sums lose that sketches are made by
+            summed = FP64.least * base[1].norm  # error in the sums behind a sketch
             passes = gap <= summed or (gap <= stored and usual == "pass")
             outcome = "pass" if passes else "unknown" if gap <= stored or usual != "fail" else outcome
         began = None if base is None else base[1].norm
-        self._sized(place, size, outcome, allowed, lambda: brief_sizes(observed, expected, began))
+        self._enter_size(place, size, outcome, allowed, lambda: brief_sizes(observed, expected, began))
 
-    def _sized(
+    def _enter_size(
         self, place: Heading, size: float, outcome: str, allowed: Floor, sizes: Callable[[], tuple[Size, Size]]
     ) -> None:
-        """Enter two tensors that are ``size`` apart; ``sizes`` says them in numbers, where they do not agree."""
+        """Enter a tensor comparison with relative error ``size``. ``sizes`` describes a mismatch in numbers."""
         size = self._blind(place, allowed, size, outcome)
         if outcome == "pass" and self._is_held(place, size, allowed):
             outcome = "unknown"
@@ -246,51 +244,51 @@ class Ledger:
             self._lead(place, lambda: sizes()[0].factor, allowed)
 
     def _lead(self, place: Heading, factor: Callable[[], float | None], floor: Floor | None = None) -> None:
-        """Note how many times what is due a gradient is, which is no fault for itself."""
+        """Note a gradient's factor over the expected gradient. Alone it is no fault."""
         if place.law == _GRADIENT:
             entry = self._entries[_GRADIENT]
-            entry.leads = entry.leads.joined(Leads.one(place.compared, factor(), floor))
+            entry.leads = entry.leads.join(Leads.one(place.compared, factor(), floor))
 
-    def estimate(self, place: Heading, size: float, allowed: Floor, found: str, due: str) -> None:
-        """Enter what shows that a tensor is off by ``size`` at least; ``found`` and ``due`` say by what."""
+    def estimate(self, place: Heading, size: float, allowed: Floor, found: str, expected: str) -> None:
+        """Enter a lower bound ``size`` on a tensor's error. ``found`` and ``expected`` describe it."""
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            self._differ(place.mismatch(found, due, "text", error=size, limit=allowed.limit or None))
+            self._differ(place.mismatch(found, expected, "text", error=size, limit=allowed.limit or None))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
-        """Enter two numbers."""
-        told = {"found": float(observed), "due": float(expected)}
+        """Compare two numbers."""
+        both = {"observed": float(observed), "expected": float(expected)}
         if observed == expected:
             self._enter(place, "pass", exact=True)
-            self._keep(place, "pass", **told)
+            self._keep(place, "pass", **both)
             return
         allowed = floor()
         base = allowed.size or abs(expected)
         size = abs(observed - expected) / base if base else float("inf")
         size = size if size == size else float("inf")
         outcome = allowed.number(size)
-        allowed = allowed.reached(size, outcome)
+        allowed = allowed.reach(size, outcome)
         size = self._blind(place, allowed, size, outcome)
         if outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed):
             outcome = "unknown"
         self._enter(place, outcome, size=size, floor=allowed)
-        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **both)
         if outcome != "pass":
             self._differ(place.mismatch(observed, expected, "number", error=size, limit=allowed.limit or None))
 
     def forget(self, laws: Sequence[str]) -> None:
-        """Take out those of ``laws`` of which nothing at all was said."""
+        """Remove unused ``laws``: without comparisons and notes."""
         for law in laws:
             if law not in self._skipped and not (self._entries[law].checked or self._entries[law].notes):
                 del self._entries[law]
 
     def empty(self, law: str, what: str, count: int = 1) -> None:
-        """So many of the comparisons under ``law`` passed, and are ``what`` can show no fault."""
+        """Count passes blind to faults; ``what`` describes them."""
         self._entries[law].empty[what] += count
 
     def _blind(self, place: Heading, allowed: Floor, size: float, outcome: str) -> float:
-        """The error of a comparison; 0 of what passed as rounding: the largest is not sought of such."""
+        """Return a comparison's error. Passes by rounding count as 0, so they never become the largest."""
         stride = allowed.stride and size > allowed.limit
         if outcome != "pass" or not (allowed.noise or stride):
             return size
@@ -298,7 +296,7 @@ class Ledger:
         return 0.0
 
     def _is_held(self, place: Heading, size: float, allowed: Floor) -> bool:
-        """Whether only a type narrower than fp32 lets it pass, where all that came before was bit for bit."""
+        """True if only a type narrower than fp32 excuses the error, while earlier laws agreed bit for bit."""
         narrow = allowed.precision.unit > FP32.unit and size > FP32.least
         held = place.law in self.held and narrow and not allowed.noise
         if held:
@@ -306,14 +304,14 @@ class Ledger:
         return held
 
     def set_aside(self, found: Sequence[Mismatch], scenarios: Sequence[frozenset[str]], why: str) -> None:
-        """Let mismatches decide nothing: they stay counted, and are told as a remark.
+        """Demote mismatches to remarks; the count stays.
 
-        ``scenarios``: of each operation of the plan, the laws about its place, under which they were entered, too.
+        ``scenarios``: laws about each operation's place, under which mismatches were also entered.
         """
         for law in dict.fromkeys(one.law for one in found):
             those = [one for one in found if one.law == law]
             differ = f"{len(those)} differ{'s' * (len(those) == 1)} from the reference, and {why}"
-            self.remark(law, f"{differ}: first {those[0].where}: {those[0].seen}")
+            self.remark(law, f"{differ}: first {those[0].where}: {those[0].observed_text}")
         for one in tuple(found):
             self.mismatches.remove(one)
             for entry in (self._entries[law] for law in {one.law, *scenarios[one.operation - 1]}):
@@ -323,7 +321,7 @@ class Ledger:
                     entry.worst = entry.floor = 0.0
 
     def join(self, other: "Ledger") -> None:
-        """Add all that another rank's ledger has."""
+        """Merge another rank's ledger."""
         for law, theirs in other._entries.items():
             self._entries[law].add(theirs)
         self._skipped |= other._skipped
@@ -332,16 +330,16 @@ class Ledger:
         self.compared |= other.compared
 
     def laws(self) -> tuple[LawResult, ...]:
-        """Every law's outcome, in the order given at the start."""
+        """Return each law's outcome, in declared order."""
         return tuple(self._law(name, entry) for name, entry in self._entries.items())
 
     @property
     def all_exact(self) -> bool:
-        """Whether every comparison held bit for bit, of those that decide."""
+        """True if all deciding comparisons held bit for bit."""
         return all(entry.exact + entry.aside == entry.checked for entry in self._entries.values())
 
     def tier(self, otherwise: Precision) -> Tier:
-        """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""
+        """Return the tier for a pass. ``otherwise``: the precision if no comparison implies it."""
         return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
@@ -351,7 +349,7 @@ class Ledger:
         agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
         failed = "fail" in entry.outcomes
         doubt = [] if failed else entry.leads.doubts(losses_agree=agree)
-        nothing = entry.checked == entry.empty.total()  # at all, or nothing in which a fault shows
+        nothing = entry.checked == entry.empty.total()  # no comparison, or none that can reveal a fault
         unknown = not failed and bool(doubt or nothing or "unknown" in entry.outcomes)
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
         note = "; ".join([*doubt, *entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
@@ -379,10 +377,10 @@ class Ledger:
                 entry.worst, entry.floor = size, floor.largest
 
     def _differ(self, mismatch: Mismatch) -> None:
-        self.mismatches += [] if mismatch.law in self._skipped else [mismatch]  # half that was seen shows no fault
+        self.mismatches += [] if mismatch.law in self._skipped else [mismatch]  # a half-observed law proves no fault
 
     def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
-        """Keep the numbers of a comparison, if they are of a kind that readers ask for one by one."""
+        """Store a comparison's numbers, for laws with entries per item."""
         if place.law in _KEPT:
             at = place.where
             where = at.rank, at.stage, at.microbatch, at.parameter
@@ -397,4 +395,4 @@ _NOISE = Reason.ROUNDING.doubt("expected to be zero up to rounding: a fault woul
 _DRIVEN = Reason.ROUNDING.doubt("driven by rounding as far as faults would: none shows there")
 _STRIDE = Reason.ROUNDING.doubt("made from rounding alone, so that only the length was compared")
 _MADE_MUCH_OF = Reason.ROUNDING.doubt("off by no more than the optimizer makes of rounding in gradients")
-NOWHERE = -1  # the stage of a parameter that no stage holds
+NOWHERE = -1  # stage number for parameters outside all stages

@@ -1,4 +1,4 @@
-"""The thresholds of the judge, and the measurements that they come from."""
+"""Thresholds for the judge, with the measurements behind them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from pipeproof.core.observe.elements import is_rounded
 
 @dataclass(frozen=True)
 class Precision:
-    """How a dtype rounds, and how much of that is excused.
+    """A dtype's rounding and its allowance.
 
-    unit: its unit roundoff. factor: how many floors are still rounding. least: what a floor measured as zero still
-    leaves. most: what no floor, however large, makes a pass.
+    unit: unit roundoff. factor: floors that count as rounding. least: minimum allowance, used for a zero floor. most:
+    maximum allowance, whatever the floor.
     """
 
     name: Literal["fp32", "TF32", "bf16", "fp16", "fp64"]
@@ -27,11 +27,11 @@ class Precision:
 
 
 FP32 = Precision("fp32", unit=2.0**-24, factor=16.0, least=32 * 2.0**-24, most=1e-4)
-# Eight significant bits leave no room to be generous: a lost microbatch is soon as small as 16 floors. Other kernels,
-# other orders and a wide accumulator came to 2.5 floors at most (6 models, 2 to 32 microbatches).
+# Eight significant bits allow little: 16 floors would hide a lost microbatch. Other kernels, orders and a wide
+# accumulator reached 2.5 floors at most (6 models, 2 to 32 microbatches).
 BF16 = Precision("bf16", unit=2.0**-8, factor=4.0, least=4 * 2.0**-8, most=16 * 2.0**-8)
 FP16 = replace(BF16, name="fp16", unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
-TF32 = replace(FP16, name="TF32")  # of products alone: what is made of fp32 stays in fp32
+TF32 = replace(FP16, name="TF32")  # for products alone; fp32 results stay fp32
 FP64 = Precision("fp64", unit=2.0**-53, factor=16.0, least=32 * 2.0**-53, most=1e-12)
 PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
     {
@@ -45,35 +45,35 @@ PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
 )
 BY_NAME: Mapping[str, Precision] = MappingProxyType({one.name: one for one in (*PRECISIONS.values(), TF32)})
 
-# Of 10,198 gradients in bf16 (13 models, 2 to 32 microbatches) with sums in other orders and types, none led by more
-# than 1.5 units and 2.7 times what is measured on the run.
-LEAD = 1.5  # units of rounding: as far may a sum lead along what it should be, if it is rounded otherwise
-LED = 4.0  # times as far as is measured, a sum in yet another order, or of weights one rounding off, may lead
-# Of 6,551 gradients of 570 right steps in bf16 and fp16, most with other kernels, 50 led farther than rounding may; of
-# no step half of them did.
-SEVERAL = 4  # parameters that lead one way: of fewer it may be chance
-FEW = 2  # the same, of those that one factor explains
-# Of 50 right steps beyond their floors, with other kernels, one was 1.35 times as far off and none farther.
-NUDGED = 1.5  # times as far as weights that are one rounding off move it, it may be off
-DRAWS = 4  # of such weights, each way: a unit near zero turns in a third of these, as a rule
-HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
-AS_LONG = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
-ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
-MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
-HALF = 0.5  # of a microbatch: what a sum may have too little or too much of one that is there once
-APART = 1e-6  # of the largest eigenvalue, or of an atom: what is less is nothing that tells microbatches apart
+# From 10,198 bf16 gradients (13 models, 2 to 32 microbatches) with sums in other orders and types, no sum led by more
+# than 1.5 units and 2.7 times the measured lead.
+LEAD = 1.5  # units of rounding: lead allowed to a sum rounded otherwise
+LED = 4.0  # times the measured lead: allowed to other orders, or weights one rounding off
+# From 6,551 gradients in 570 right bf16 and fp16 steps, most with other kernels, 50 led farther than rounding may; in
+# no step did half of them.
+SEVERAL = 4  # parameters leading one way: fewer may be chance
+FEW = 2  # the same, if one factor explains them
+# From 50 right steps beyond their floors, with other kernels, the largest ratio was 1.35.
+NUDGED = 1.5  # times the movement under weights one rounding off
+DRAWS = 4  # draws per direction: each flips about a third of units near zero
+HARDLY = 1e-3  # share of a pure-rounding tensor that survives other rounding
+AS_LONG = 2.0  # allowed length ratio for an optimizer step from pure rounding
+ALONG = 0.5  # cosine beyond which a step follows the weights, as weight decay does
+MANY = 16  # numbers that need more digits: by chance not all of them need fewer
+HALF = 0.5  # of a microbatch: largest coefficient error for one share
+APART = 1e-6  # of the largest eigenvalue or atom: below it, microbatches look alike
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """How ``dtype`` rounds, a complex one as its parts do; others than those that are known are judged as fp32."""
+    """Return a dtype's precision. Complex dtypes use their parts'; unknown ones use fp32."""
     return PRECISIONS.get(dtype, FP32)
 
 
 def coarsest(precisions: Sequence[Precision]) -> Precision:
-    """That of them with the least digits; fp32 of none."""
+    """Return the coarsest precision; fp32 by default."""
     return max(precisions, key=lambda one: one.unit, default=FP32)
 
 
 def precision_among(tensors: Iterable[Tensor]) -> Precision:
-    """How the first of ``tensors`` rounds that rounds at all."""
+    """Return the first rounded tensor's precision."""
     return precision_of(next((one.dtype for one in tensors if is_rounded(one.dtype)), torch.float32))

@@ -1,7 +1,7 @@
-"""How often each microbatch is in a sum, where rounding is so coarse that the size of an error alone does not tell.
+"""Count each microbatch's share in a sum, where coarse rounding hides it from error sizes.
 
-A lost microbatch changes a sum along what that microbatch gives. Rounding changes it in all directions, and hardly
-along that one. So least squares tell the two apart where their sizes do not.
+A lost microbatch changes a sum along that microbatch's contribution; rounding spreads in all directions. Least squares
+separate them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,28 +16,28 @@ from pipeproof.core.tolerance import pieces
 
 @dataclass(frozen=True)
 class Makeup:
-    """``parts``: what each microbatch gives to a sum. ``moved``: how much of one rounding alone may seem to move."""
+    """parts: each microbatch's contribution to a sum. moved: share that rounding alone may seem to move."""
 
     parts: tuple[Tensor, ...]
     moved: float
 
     @classmethod
-    def measured(
+    def measure(
         cls, expected: Tensor, others: Iterable[Tensor], parts: Sequence[Tensor | None], *, factor: float
     ) -> "Makeup":
-        """``others`` are the same sum rounded otherwise; ``factor``: how many times as far others yet may be."""
+        """Measure ``moved`` on ``others``, the same sum rounded otherwise, times ``factor``."""
         given = tuple(part for part in parts if part is not None and part.any())
         return cls(given, factor * max((most_of(other, expected, given) for other in others), default=torch.inf))
 
-    def alike(self, observed: Tensor, expected: Tensor) -> bool:
-        """Whether each microbatch is in both as often; False where rounding may hide that."""
+    def is_alike(self, observed: Tensor, expected: Tensor) -> bool:
+        """True if each microbatch has the same share in both. False if rounding may hide a difference."""
         return self.moved < HALF and most_of(observed, expected, self.parts) < HALF
 
 
 def most_of(one: Tensor, other: Tensor, parts: Sequence[Tensor]) -> float:
-    """How much of any one of ``parts`` is in the difference of two tensors of their shape, by least squares in fp64.
+    """Return the largest coefficient of ``parts`` in the tensors' difference, by least squares in fp64.
 
-    Infinite where they are not told apart.
+    Infinite if parts are linearly dependent.
     """
     count = len(parts)
     if not count:

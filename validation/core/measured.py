@@ -1,4 +1,4 @@
-"""What a verdict rests on, in numbers: every comparison that was measured, and what each action took and made."""
+"""Numbers behind a verdict: comparisons, and tensors by action."""
 
 import math
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from pipeproof.pipeline.action import Kind
 
 @dataclass(frozen=True)
 class Compared:
-    """Two numbers, or two tensors, that were compared: where, how far apart they are, and what rounding allows.
+    """Two compared numbers or tensors: place, error and allowance.
 
-    ``error`` is relative, and 0 where every bit agrees: then nobody measured ``floor``, which is what rounding alone
-    did, and ``limit``, which is what it allows. ``found`` and ``due`` are numbers; of tensors they are None.
+    error: relative; 0 if all bits agree. floor, limit: measured rounding and its allowance; None if bits agree.
+    observed, expected: numbers; None for tensors.
     """
 
     law: str
@@ -29,37 +29,37 @@ class Compared:
     error: float = 0.0
     floor: float | None = None
     limit: float | None = None
-    found: float | None = None
-    due: float | None = None
+    observed: float | None = None
+    expected: float | None = None
 
     @property
     def apart(self) -> float:
-        """``error``; infinite where it is not sought, as of rounding alone, though bits do not agree."""
+        """``error``, or infinity for pure-rounding values with unequal bits."""
         return math.inf if self.floor is not None and not self.error else self.error
 
 
 @dataclass(frozen=True)
 class Sight:
-    """A tensor that an action took or made, beside the one that is due.
+    """A tensor taken or made by an action, beside its expectation.
 
-    ``agrees``: whether it is that; None where it was not compared. ``seen`` says what it is instead. ``error`` is
-    relative, None where no number says it, and ``limit`` is what rounding allows. ``really``: the action that made what
-    it really is; ``due``: the one that should have.
+    agrees: whether they agree; None if uncompared. observed: what arrived instead. error: relative; None if not a
+    number. limit: rounding allowance. really: the action that made the tensor; expected: the action that should
+    have.
     """
 
     what: str
     made: bool
     agrees: bool | None
-    seen: str = ""
+    observed: str = ""
     error: float | None = None
     limit: float | None = None
     really: str = ""
-    due: str = ""
+    expected: str = ""
 
 
 @dataclass(frozen=True)
 class Done:
-    """One action as a rank did it; ``sights`` are empty where nobody looked."""
+    """An action on a rank, with its recorded tensors, if any."""
 
     stage: int
     kind: Kind
@@ -68,13 +68,13 @@ class Done:
 
     @property
     def action(self) -> str:
-        """As it is written."""
+        """The action's notation, such as ``2F0``."""
         return f"{self.stage}{self.kind.value}{'?' if self.microbatch is None else self.microbatch}"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One operation as the ranks did it: each one's actions in their order, and the rank of every stage."""
+    """An operation on all ranks: their actions in order, and each stage's rank."""
 
     operation: int
     microbatches: int
@@ -82,25 +82,27 @@ class Ran:
     ranks: tuple[tuple[Done, ...], ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON: every rank's actions, and the tensors of those that were looked at."""
-        seen = [{"action": done.action, **_told(one)} for row in self.ranks for done in row for one in done.sights]
-        return {**vars(self), "ranks": [[done.action for done in row] for row in self.ranks], "tensors": seen}
+        """Return plain data for JSON: each rank's actions, with recorded tensors."""
+        observed = [
+            {"action": done.action, **_as_dict(one)} for row in self.ranks for done in row for one in done.sights
+        ]
+        return {**vars(self), "ranks": [[done.action for done in row] for row in self.ranks], "tensors": observed}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One parameter's coefficients, by microbatch; ``seen`` says what it is where they do not hold for it."""
+    """A parameter's coefficients by microbatch. ``observed``: description if they do not fit."""
 
     parameter: str
     cells: tuple[Cell, ...]
-    seen: str = ""
+    observed: str = ""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All of it; a part that this kind of run does not have, or that nobody recorded, is empty.
+    """All numbers; parts that this run lacks are empty.
 
-    ``weights`` are those of the parameters of ``stage``, where the fault is.
+    weights: coefficients for parameters in ``stage``, the faulty one.
     """
 
     compared: tuple[Compared, ...] = ()
@@ -109,23 +111,23 @@ class Measured:
     weights: tuple[Weights, ...] = ()
 
     def of(self, law: str) -> list[Compared]:
-        """What was compared under ``law``."""
+        """Return comparisons under ``law``."""
         return [one for one in self.compared if one.law == law]
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON; what does not apply is left out."""
+        """Return plain data for JSON, without inapplicable fields."""
         ran = None if self.ran is None else self.ran.as_dict()
         weights = [asdict(one) for one in self.weights]
-        return {"compared": [*map(_told, self.compared)], "ran": ran, "stage": self.stage, "weights": weights}
+        return {"compared": [*map(_as_dict, self.compared)], "ran": ran, "stage": self.stage, "weights": weights}
 
 
-def _told(one: Compared | Sight) -> dict[str, object]:
+def _as_dict(one: Compared | Sight) -> dict[str, object]:
     return {name: value for name, value in vars(one).items() if value not in (None, "")}
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """What computed, by name."""
+    """Return software versions by name."""
     return {"pipeproof": _version("pipeproof"), "torch": _version("torch"), "python": python_version()}
 
 

@@ -1,4 +1,4 @@
-"""The numbers that a verdict rests on, of what the ranks did; the floors that were measured for it."""
+"""Collect a verdict's numbers: executed actions, and measured floors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ from pipeproof.core.tolerance import Floor
 from pipeproof.pipeline.action import COMPUTE, Action
 from pipeproof.reference.step import Site
 
-MADE_THERE = (MADE, OUTPUT, LOSS, HANDED_ON)  # points at which an action made the tensor; it took the others
+MADE_THERE = (MADE, OUTPUT, LOSS, HANDED_ON)  # points at which the action made the tensor; it took all others
 
 
-def ran_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[Sight]] | None = None) -> Ran | None:
-    """Operation ``number`` as it was observed; None where nobody saw what ran.
+def trace_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[Sight]] | None = None) -> Ran | None:
+    """Return operation ``number`` as observed. None if no action was observed.
 
-    ``sights``: the tensors of actions, where they were recorded. Else they are those that crossed the boundaries.
+    sights: recorded tensors by action; default: tensors that crossed boundaries.
     """
     if not any(rank[number].executed for rank in observed.ranks):
         return None
@@ -81,37 +81,37 @@ def sight(
     error: float | None = None,
     limit: float | None = None,
 ) -> Sight:
-    """The tensor at ``point``; ``really`` is what it is instead of what is due there."""
-    label = really.label if really is not None and really.kind == "other" else None  # in place of it, not mixed with it
-    came = due = ""
+    """Describe the tensor at ``point``. ``really``: what arrived instead."""
+    label = really.label if really is not None and really.kind == "other" else None  # replaced, not mixed
+    came = expected = ""
     if label is not None and label.point != point and not (label.ago or label.name):
-        # A backward that ran back through another's activations lacks its own: its output gradient may be right.
+        # A backward through another microbatch's activations lacks its own; its output gradient may be right.
         through = point.where == FLOWED and label.point.where in FORWARD_POINTS
         came = _maker(label.point)
-        due = _maker(label.point._replace(microbatch=point.microbatch) if through else point) if came else ""
-    seen = "" if really is None else really.text
-    return Sight(what, point.where in MADE_THERE, agrees, seen, error, limit, came, due)
+        expected = _maker(label.point._replace(microbatch=point.microbatch) if through else point) if came else ""
+    observed = "" if really is None else really.text
+    return Sight(what, point.where in MADE_THERE, agrees, observed, error, limit, came, expected)
 
 
 def _maker(point: Point) -> str:
-    """The action that makes what passes at ``point``: what is taken there, the stage beside it made; empty: none."""
+    """Return the action that makes a point's tensor, on this or a neighbouring stage; empty if none does."""
     forward = point.where in (*FORWARD_POINTS, KEPT)
     beside = {GIVEN: -1, USED: -1, KEPT: -1, RECEIVED: 1, FLOWED: 1, LATE: 1}.get(point.where, 0)
     stage = point.stage + beside
     return f"{stage}{'F' if forward else 'B'}{point.microbatch}" if stage >= 0 <= point.microbatch else ""
 
 
-def is_wider(seen: Tensor, due: Tensor) -> bool:
-    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
-    alike = seen.is_floating_point() and due.is_floating_point() and seen.shape == due.shape
-    return alike and torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
+def is_wider(observed: Tensor, expected: Tensor) -> bool:
+    """True if ``observed`` has a wider type than ``expected``."""
+    alike = observed.is_floating_point() and expected.is_floating_point() and observed.shape == expected.shape
+    return alike and torch.finfo(observed.dtype).eps < torch.finfo(expected.dtype).eps
 
 
 @dataclass(frozen=True)
 class MeasuredFloors:
-    """``Allowed`` of a comparison, by the floors of a training step.
+    """Rounding allowances for a comparison, from a training step's floors.
 
-    ``wide`` are gradients that were added up in a wider type.
+    wide: gradients summed in a wider type.
     """
 
     floors: Floors | None
@@ -140,4 +140,4 @@ class MeasuredFloors:
     def update(self, name: str) -> Floor:
         if name in self.wide or self.floors is None:
             return self.gradient(name)
-        return self.floors.settled(self.sites[name])
+        return self.floors.update_floor(self.sites[name])

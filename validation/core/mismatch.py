@@ -1,19 +1,19 @@
-"""One thing that differs, as data: where, what was found, what was due, and how both read."""
+"""Mismatches as data: place, observed and expected values, and their text."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-_SAME_WAY = 0.99  # the cosine from which on one tensor reads as a multiple of another
+_SAME_WAY = 0.99  # cosine above which one tensor reads as a multiple of another
 
 
 @dataclass(frozen=True)
 class Size:
-    """A tensor in numbers: its shape and norm, and of one that was seen, how much of it is the expected one.
+    """A tensor in numbers: shape and norm; observed ones also by their share along the expected one.
 
-    ``began``: it is a parameter's movement, from what was of this norm. ``factor`` times the expected one is its part
-    along that; None where one of the two is zero, or of another shape.
+    began: for a parameter's movement, the starting norm. factor: share along the expected tensor, as a multiple; None
+    for zero tensors or unequal shapes.
     """
 
     shape: tuple[int, ...]
@@ -25,17 +25,17 @@ class Size:
     def __str__(self) -> str:
         if self.norm is None:
             return f"shape {list(self.shape)}"
-        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{self._alike()}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{self._likeness_text()}"
 
-    def _alike(self) -> str:
+    def _likeness_text(self) -> str:
         if self.factor is None or self.cosine is None:
             return ""
-        # What leads elsewhere is no multiple of what was expected, however long it is.
+        # A tensor in another direction is no multiple, whatever its length.
         times = f", {self.factor:.6g} times expected" if abs(self.cosine) > _SAME_WAY else ""
         return f"{times}, cosine {self.cosine:.6f}"
 
 
-# What was compared, which says how its values read. "text": of what has no value but words.
+# Kind of compared value, which decides its text. "text": words alone.
 What = Literal[
     "text", "number", "tensor", "gradient", "buffer", "held", "losses", "outputs", "mode", "forward", "backward",
     "calls", "not-finite",
@@ -55,7 +55,7 @@ _READS: Mapping[What, Callable[[Any], str]] = {
     "calls": lambda order: f"its module ran for {_order(order)}",
     "not-finite": lambda value: f"loss {value:.9g}",
 }
-_DUE: Mapping[What, Callable[[Any], str]] = {
+_EXPECTED: Mapping[What, Callable[[Any], str]] = {
     "forward": lambda every: f"forward of each of {_order(every)} once",
     "backward": lambda every: f"backward of each of {_order(every)} once",
     "calls": lambda every: f"once for each of {_order(every)}",
@@ -64,20 +64,19 @@ _DUE: Mapping[What, Callable[[Any], str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Mismatch:
-    """One thing that differs: where, what was found, what was due, and by how much it may differ.
+    """A mismatch: place, observed value, expected value, allowance.
 
-    ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
-    of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
-    is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
-    which may itself be wrong; None where that was the model. ``doing``: what the operation does, where the plan has
-    several. ``output`` is the name of one that a step handed back, ``router`` that of the module that chose experts.
-    ``step``: of a run of many, its number there. Fields that do not apply are None.
+    operation: counted from 1 over the plan. what: kind of value, which decides its text: numbers, tensor sizes,
+    presence, counts, microbatch orders (None: unknown microbatch). text: description beyond the value. beside: the rank
+    compared with, which may itself be wrong; None for the model. doing: the operation's kind, in plans with several.
+    output: a returned output's name. router: the choosing module's name. step: number within a run. Inapplicable fields
+    are None.
     """
 
     law: str
     operation: int
-    found: Value = ""
-    due: Value = ""
+    observed: Value = ""
+    expected: Value = ""
     what: What = "text"
     rank: int | None = None
     stage: int | None = None
@@ -86,7 +85,7 @@ class Mismatch:
     parameter: str | None = None
     error: float | None = None
     limit: float | None = None
-    told: str = ""
+    text: str = ""
     beside: int | None = None
     doing: str = ""
     output: str | None = None
@@ -94,39 +93,39 @@ class Mismatch:
     step: int | None = None
 
     @property
-    def seen(self) -> str:
-        """What was found, in words."""
-        return self.told or _READS.get(self.what, str)(self.found)
+    def observed_text(self) -> str:
+        """The observed value in words."""
+        return self.text or _READS.get(self.what, str)(self.observed)
 
     @property
-    def expected(self) -> str:
-        """What was due, in words."""
-        return _DUE.get(self.what, _READS.get(self.what, str))(self.due)
+    def expected_text(self) -> str:
+        """The expected value in words."""
+        return _EXPECTED.get(self.what, _READS.get(self.what, str))(self.expected)
 
-    def read(self, due: str) -> str:
-        """``seen``, where what was due goes by the name ``due``."""
-        return self.seen.replace("times expected", f"times {due}")
+    def text_beside(self, expected: str) -> str:
+        """``observed_text``, with ``expected`` as the other side's name."""
+        return self.observed_text.replace("times expected", f"times {expected}")
 
     @property
     def within(self) -> bool:
-        """Whether it is no more than rounding allows, so that it is no proof of anything."""
+        """True if the error is within the rounding limit, and so proves nothing."""
         return self.error is not None and self.limit is not None and self.error <= self.limit
 
     @property
     def ratio(self) -> float | None:
-        """How many times the due number the found one is; None where they are no such numbers."""
-        if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):
+        """Observed over expected number; None for other values."""
+        if self.what != "number" or not isinstance(self.observed, float) or not isinstance(self.expected, float):
             return None
-        return self.found / self.due if self.due and math.isfinite(self.found) else None
+        return self.observed / self.expected if self.expected and math.isfinite(self.observed) else None
 
     @property
     def where(self) -> str:
-        """Rank, stage, microbatch, action and parameter, as far as they are known."""
+        """Known rank, stage, microbatch, action and parameter."""
         return ", ".join(f"{name} {value}" for name, value in self._place if value is not None) or "every rank"
 
     @property
     def later(self) -> str:
-        """Which step of a run, or operation of the plan, it is in; a first operation goes without saying."""
+        """The step or operation, unless it is the plan's first."""
         if self.step is not None:
             return f"; step {self.step}"
         if self.operation == 1 and self.doing in ("", "train"):
@@ -135,7 +134,7 @@ class Mismatch:
 
     @property
     def allowance(self) -> str:
-        """How large the error is, and how large it might be, if that is known; empty where size was no question."""
+        """The error with its limit, if known; empty for values without sizes."""
         if self.error is None:
             return ""
         allowed = "" if self.limit is None else f", rounding allows {small(self.limit)}"
@@ -156,12 +155,12 @@ class Mismatch:
     def __str__(self) -> str:
         return self.line()
 
-    def line(self, due: str = "expected") -> str:
-        """All of it on one line; ``due`` is what the one side is called."""
-        return f"{self.law}: {self.where}: {self.read(due)} ({due} {self.expected})"
+    def line(self, expected: str = "expected") -> str:
+        """Format the mismatch on one line. ``expected``: the other side's name."""
+        return f"{self.law}: {self.where}: {self.text_beside(expected)} ({expected} {self.expected_text})"
 
     def __eq__(self, other: object) -> bool:
-        """As they read: a NaN is no other than another."""
+        """Compare as text: NaN equals NaN."""
         return isinstance(other, Mismatch) and self._reads == other._reads
 
     def __hash__(self) -> int:
@@ -169,11 +168,11 @@ class Mismatch:
 
     @property
     def _reads(self) -> tuple[object, ...]:
-        return self.law, self.operation, self._place, self.seen, self.expected, self.error, self.limit
+        return self.law, self.operation, self._place, self.observed_text, self.expected_text, self.error, self.limit
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON: the values, and how they read."""
-        return {**asdict(self), "seen": self.seen, "expected": self.expected}
+        """Return plain data for JSON: values, and their text."""
+        return {**asdict(self), "observed_text": self.observed_text, "expected_text": self.expected_text}
 
 
 def _order(microbatches: Sequence[int | None]) -> str:
@@ -181,5 +180,5 @@ def _order(microbatches: Sequence[int | None]) -> str:
 
 
 def small(value: float) -> str:
-    """A relative error in two digits; 0 only for exactly nothing."""
+    """Format a relative error with two digits; 0 for exact zero alone."""
     return "0" if value == 0 else f"{value:.1e}"

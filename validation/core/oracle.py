@@ -1,4 +1,4 @@
-"""What is judged, under which conditions, and what the right answers are."""
+"""Oracles: right answers, and the conditions for judging a step."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from pipeproof.reference.step import Expected, Gradient, Reference, Site, clip_f
 
 @dataclass(frozen=True)
 class Answer:
-    """What one operation must give. ``floors`` are those of a training step; ``max_norm`` is what it clips to.
+    """Expected results for one operation. ``floors``: for training; ``max_norm``: its clipping bound.
 
-    ``follow``: the norm and the parameters that follow from gradients; asked once, for those that were observed.
+    follow: maps observed gradients to norm and parameters; called once.
     """
 
     expected: Expected
@@ -30,29 +30,29 @@ class Answer:
 
 
 class Oracle(Protocol):
-    """Whoever knows the right answers."""
+    """Source of right answers."""
 
     @property
     def precision(self) -> Precision:
-        """How the answers are rounded."""
+        """The answers' precision."""
 
     def answer(self, number: int, orders: Orders) -> Answer:
-        """Operation ``number`` of the plan, with each stage's backwards in the order given. Asked in order, once."""
+        """Answer operation ``number`` for given backward orders by stage. Called once each, in plan order."""
 
-    def moved(self, number: int) -> Nudged | None:
-        """How far weights that are one rounding off move operation ``number``; None where nobody knows."""
+    def nudged(self, number: int) -> Nudged | None:
+        """Measure movement under weights one rounding off in operation ``number``. None if unknown."""
 
     def products(self, number: int) -> OtherProducts | None:
-        """The products of operation ``number`` that the ranks rounded otherwise; None where there are none."""
+        """Return products that ranks rounded otherwise in operation ``number``, or None."""
 
 
 def precision_of_reference(reference: Reference) -> Precision:
-    """How a reference's parameters are rounded; those of one dtype, as a rule."""
+    """Return the reference parameters' precision, usually one dtype's."""
     return precision_among(reference.model.parameters())
 
 
 class LiveOracle:
-    """Runs the reference through a plan. ``batches`` and ``max_norm`` are asked for the number of an operation."""
+    """Runs the reference through a plan. ``batches`` and ``max_norm`` take an operation's number."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class LiveOracle:
         self._plan = tuple(plan)
         self._batches = batches
         self._max_norm = max_norm
-        self._pending: list[Pending] = []  # operations whose gradients the next update uses
+        self._pending: list[Pending] = []  # operations before the next update
 
     @property
     def precision(self) -> Precision:
-        """That of the reference's parameters."""
+        """The reference parameters' precision."""
         return precision_of_reference(self._reference)
 
     def answer(self, number: int, orders: Mapping[int, Sequence[int]]) -> Answer:
-        """Perform operation ``number``."""
+        """Run operation ``number``."""
         name, batches, max_norm = self._plan[number], self._batches(number), self._max_norm(number)
         expected = self._reference.perform(name, batches, orders=orders, update=False)
         if name == "eval":
@@ -90,27 +90,26 @@ class LiveOracle:
         norm = self._reference.norm(gradients)
         return norm, self._reference.step(gradients, clip_factor(norm, max_norm or self._reference.recipe.max_norm))
 
-    def moved(self, number: int) -> None:
-        """Nobody asks that of our own runtime: it is held to bits."""
+    def nudged(self, number: int) -> None:
+        """Return None: our own runtime must agree bit for bit."""
 
     def products(self, number: int) -> None:
-        """Our own runtime computes in this process's own way."""
+        """Return None: our own runtime computes as this process does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What must hold of actions and parameters.
+    """Conditions on actions and parameters.
 
-    ``plan`` are the operations, and ``counts`` how many microbatches each has. ``due`` are the sites that must be held;
-    ``unmatched`` are held and not known to the reference. ``unseen`` stages are those whose actions nobody noted,
-    ``uncalled`` those whose modules nobody watched, ``frozen`` those that owe no backward, ``traced`` those whose
-    actions the step itself tells. ``weightless``: the microbatches whose losses train nothing, and that owe none.
-    ``mode_matters``: whether a mode changes any result.
+    plan: operations. counts: microbatches per operation. expected: sites that ranks must hold. unmatched: sites unknown
+    to the reference. unseen: stages without observed actions. uncalled: stages with unwatched modules. frozen: stages
+    that owe no backward. traced: stages whose actions the step itself reports. weightless: microbatches without a
+    training loss, which owe no backward. mode_matters: whether training mode changes any result.
     """
 
     counts: tuple[int, ...]
     plan: tuple[str, ...] = ("train",)
-    due: frozenset[Site] = frozenset()
+    expected: frozenset[Site] = frozenset()
     unmatched: Mapping[Site, str] = field(default_factory=dict)
     unseen: Collection[int] = ()
     uncalled: Collection[int] = ()
@@ -122,13 +121,12 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements(Conditions):
-    """What is known of a run before anything is compared.
+    """Facts about a run before any comparison.
 
-    ``config`` names it, ``bindings`` says its numbers in words. ``tied``: parameters with copies in several stages, for
-    each the name of its copy by stage. ``skipped`` are laws that do not apply, with the reason, ``missed`` those of
-    whose matter nothing was seen, and ``remarks`` what readers of others should know. Where ``every_rank`` is False,
-    ranks may leave it to others to report losses and norm. ``results_decide``: calls, boundaries and starting weights
-    decide nothing where every result is right.
+    config: the run's name. bindings: its numbers in words. tied: parameters with copies in several stages, as names by
+    stage. skipped: inapplicable laws with reasons. missed: unobserved laws with reasons. remarks: notes on other laws.
+    every_rank: if False, ranks may leave losses and norm to others. results_decide: if all results are right, calls,
+    boundaries and starting weights decide nothing.
     """
 
     config: str

@@ -1,4 +1,4 @@
-"""Which rank works on which replica of the model, and which microbatches it is given."""
+"""Replicas: which rank works on which model copy, with which microbatches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,17 @@ from pipeproof.pipeline.sizes import MOST_RANKS, some
 
 
 class ReplicasError(ValueError):
-    """Replicas that cannot be."""
+    """Raised for impossible replicas."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """``of[rank]``: the number of the replica of the model that each rank works on.
+    """Replica numbers by rank: ``of[rank]``.
 
-    ``together[rank]``: ranks of one number hold the same stages, each all of their parameters or some; empty where that
-    is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
-    as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is. ``in_step``:
-    one along which ranks wait for each other in every microbatch, so that all must have as many. ``shares[rank]``: the
-    microbatches that each rank is given; empty: every n-th of them.
+    together[rank]: ranks with one number hold the same stages, each all parameters or a part; empty if results must
+    show it. copies[rank]: each parameter exists under each of these numbers; empty: as ``of``. sequence: mesh axis that
+    splits sequences; empty if none does. in_step: axis along which ranks synchronize per microbatch, so that all need
+    equally many. shares[rank]: microbatches per rank; empty: every n-th.
     """
 
     of: tuple[int, ...]
@@ -33,17 +32,17 @@ class Replicas:
 
     @classmethod
     def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
-        """Of ``ranks``: how many, the replica of each, or the sizes of a mesh by its axes, ranks in rows.
+        """Build from a rank count, replica numbers, or mesh sizes by axis, with ranks in row order.
 
-        Raises ``ReplicasError`` for what cannot be.
+        Raises ``ReplicasError`` for impossible values.
         """
         if type(ranks) is int:
-            return cls((0,) * _counted(ranks, ranks), microbatches)
+            return cls((0,) * _check_count(ranks, ranks), microbatches)
         if not isinstance(ranks, list | tuple | range | Mapping):
             wanted = "how many, the replica of each as a list, or a mesh, its axes and their sizes"
             raise ReplicasError(f"ranks is {ranks!r}: expected {wanted}")
         if not isinstance(ranks, Mapping):
-            _counted(len(ranks), len(ranks))
+            _check_count(len(ranks), len(ranks))
             return cls(tuple(ranks), microbatches)
         if not ranks:
             raise ReplicasError("ranks is empty: expected a mesh, its axes and their sizes, e.g. {'pp': 2, 'dp': 2}")
@@ -53,7 +52,7 @@ class Replicas:
                 raise ReplicasError(f"ranks has an axis {axis!r}: expected some of {known}")
             if type(size) is not int or size < 1:
                 raise ReplicasError(f"ranks has {size!r} along {axis!r}: expected how many ranks there are")
-        _counted(math.prod(ranks.values()), dict(ranks))
+        _check_count(math.prod(ranks.values()), dict(ranks))
         return cls(
             along(ranks, DATA),
             microbatches,
@@ -69,25 +68,25 @@ class Replicas:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of each rank in its replica. Ranks of one place hold the same stages: a mesh or a list says so."""
+        """Return each rank's place in its replica. Ranks at one place hold the same stages."""
         return self.together or tuple(self.of[:rank].count(replica) for rank, replica in enumerate(self.of))
 
     def of_as_many(self, microbatches: int) -> "Replicas":
-        """The same, in an operation of so many microbatches."""
+        """Copy for an operation with ``microbatches`` microbatches."""
         return replace(self, microbatches=microbatches)
 
     def share(self, rank: int) -> Sequence[int]:
-        """The microbatches that ``rank`` is given."""
+        """Return the microbatches for ``rank``."""
         return self.shares[rank] if self.shares else range(self.of[rank], self.microbatches, self.count)
 
     @property
     def each(self) -> tuple[tuple[int, ...], ...]:
-        """The microbatches of each replica."""
+        """Return microbatches per replica."""
         first = {number: rank for rank, number in reversed([*enumerate(self.of)])}
         return tuple(tuple(self.share(first[number])) for number in range(self.count))
 
     def check(self) -> None:
-        """Raise ``ReplicasError`` for what cannot be."""
+        """Raise ``ReplicasError`` for impossible replicas."""
         if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:
             raise ReplicasError(f"ranks is {list(self.of)}: expected the number of each rank's replica, from 0 on")
         if self.microbatches < self.count:
@@ -101,7 +100,7 @@ class Replicas:
         return f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
 
 
-def _counted(count: int, said: object) -> int:
+def _check_count(count: int, said: object) -> int:
     if not 1 <= count <= MOST_RANKS:
         raise ReplicasError(f"ranks is {said}: expected at least 1, and at most {MOST_RANKS}")
     return count

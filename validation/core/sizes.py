@@ -1,4 +1,4 @@
-"""Two tensors in numbers, as a mismatch tells them."""
+"""Tensor sizes in mismatches."""
 
 import torch
 from torch import Tensor
@@ -9,27 +9,27 @@ from pipeproof.core.tolerance import pieces
 
 
 def sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
-    """Two tensors in numbers: norms, and how much of the observed one is the expected one."""
+    """Describe two tensors in numbers: norms, factor and cosine."""
     shapes = tuple(observed.shape), tuple(expected.shape)
     if observed.shape != expected.shape:
         return Size(shapes[0]), Size(shapes[1])
-    sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
+    sums = torch.zeros(4, dtype=torch.float64)  # squares: observed, expected, start; then products
     for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
-        seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
+        moved, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
         start = origin[0] if origin else torch.zeros_like(one[:0])
         sums += torch.stack(
-            [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
+            [(moved * moved).sum(), (wanted * wanted).sum(), (start * start).sum(), (moved * wanted).sum()]
         ).cpu()
     product = sums[3].item()
-    seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
+    observed_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
     began, factor, cosine = None if base is None else start_norm, None, None
-    if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
-        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
-    return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
+    if observed_norm and wanted_norm:  # not their product: a NaN would hide a zero
+        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / observed_norm
+    return Size(shapes[0], observed_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
 
 
 def brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
-    """As ``sizes``, of sketches."""
+    """Describe two sketches, as ``sizes`` does."""
     if observed.shape != expected.shape:
         return Size(observed.shape), Size(expected.shape)
     cosine = observed.cosine(expected)

@@ -1,4 +1,4 @@
-"""How far apart two tensors are, and how far apart rounding alone may put them, measured on this very run.
+"""Tensor distances, and distances that rounding alone may cause, measured on the actual run.
 
 Sources: the metric is TTrace's relative Frobenius error (arXiv 2506.09280) beside the largest difference over the
 largest element; elementwise tolerances and ULPs say nothing about gradients, whose elements cancel near zero.
@@ -29,28 +29,25 @@ from pipeproof.core.observe.elements import any_nonzero, bits, has_fp64, in_fp64
 
 Key = TypeVar("Key")
 
-_PIECE = 1 << 14  # elements that are compared at once
-_PIECE_ON_DEVICE = 1 << 26  # of all tensors together
+_PIECE = 1 << 14  # elements per comparison
+_PIECE_ON_DEVICE = 1 << 26  # for all tensors together
 
 _NARROW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding alone does to one tensor on this run, as relative errors.
+    """Rounding effects on one tensor, as relative errors.
 
-    permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
-    rounding off. fault: the least that dropping one microbatch would change. nudged: with weights one rounding off,
-    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. size: the norm of
-    what rounding makes, where the tensor is nothing else, or zero, as where a normalisation takes no notice of a bias:
-    what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
-    gradient as for any other: one that is as long passes, wherever it leads. driven: an optimizer's step, too, of a
-    gradient in which some elements are rounding alone; ``size`` is what rounding made of it. sums: where what is added
-    up is rounded coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right,
-    however coarse the rest is. led: how far rounding may lead along the tensor itself, as a factor does, as sums in
-    other orders and types show; infinite where nobody measured it. lead: how far what passes may. alike: tells of an
-    observed and an expected tensor whether each microbatch is in both as often, where rounding is as large as half of
-    one; None: nothing does.
+    permutation: additions in reverse order. rounding: against fp64, or, in fp64, against weights one rounding off.
+    fault: smallest change from one dropped microbatch. nudged: with weights one rounding off, where fp64 fails; it
+    passes nothing, but prevents a fail. size: norm produced by rounding, if the tensor is zero or pure rounding, such
+    as a bias before a normalisation; observed values are compared with it. stride: an optimizer step from such a
+    gradient, as long as any other; equal length passes, in any direction. driven: an optimizer step from a gradient
+    with some pure-rounding elements; ``size`` is their effect. sums: floor for the sum alone, if summands round more
+    coarsely than their sum; a tensor this near is right. led: largest lead along the tensor, as from a factor, under
+    sums in other orders and types; infinite if unmeasured. lead: largest lead that may pass. alike: compares microbatch
+    shares in observed and expected tensors, if rounding reaches half a share; None without such a test.
     """
 
     permutation: float
@@ -67,17 +64,17 @@ class Floor:
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
 
     def through(self, dtype: torch.dtype) -> "Floor":
-        """That of a tensor which goes through ``dtype`` as well, if that is the narrower type."""
+        """Return the floor after a cast through ``dtype``, if narrower."""
         narrow = precision_of(dtype)
         if narrow.unit <= self.precision.unit:
             return self
         return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
 
     def of_sum(self, part: float, *, parts: int, whole: float, every: float | None = None) -> "Floor":
-        """That of a sum of so many ``parts``, to each of which rounding does as much; norms: of this part, of the sum,
-        and of all parts added up, if these are not alike.
+        """Return the floor for a sum with ``parts`` equally rounded summands.
 
-        Each addition rounds once, to either side: orders are apart by the root of their number.
+        part, whole, every: norms of a summand, the sum, and all summands added up. Each addition rounds once, either
+        way: orders differ by the root of their number.
         """
         if not whole:
             return self
@@ -103,30 +100,30 @@ class Floor:
 
     @property
     def noise(self) -> bool:
-        """Whether the tensor is zero, or nothing but rounding: then no fault shows in it."""
+        """True for a tensor that is zero or pure rounding: no fault can show in it."""
         return self.size > 0
 
     @property
     def blind(self) -> bool:
-        """Whether rounding is as large as half a lost microbatch."""
+        """True if rounding reaches half a lost microbatch."""
         return not self.noise and 0 < self.fault / 2 <= self.limit
 
     @property
     def moved(self) -> float:
-        """How far weights, or gradients, that are off by rounding may move it."""
+        """Movement that rounding in weights or gradients may cause."""
         return self.precision.factor * self.nudged
 
     @property
     def limit(self) -> float:
-        """The largest error that still counts as rounding."""
+        """Largest error that counts as rounding."""
         if self.noise:
             return self.precision.factor
         return min(self.precision.most, max(self.precision.least, self.precision.factor * self.largest))
 
-    def compared(
+    def compare(
         self, observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False
     ) -> tuple[float, str]:
-        """The error of two tensors, of rounding alone relative to its ``size``, and its outcome."""
+        """Return the tensors' error, relative to ``size`` for pure rounding, and its outcome."""
         if self.noise:
             size = distance(observed, expected) / self.size
             return size, self.outcome(size)
@@ -138,33 +135,33 @@ class Floor:
             outcome = "unknown"
         if self.sums is not None:
             passes = self.sums.outcome(size) == "pass"
-            narrow = size > self.sums.limit and rounded_to(self.precision, observed, expected)
+            narrow = size > self.sums.limit and is_rounded_to(self.precision, observed, expected)
             return size, "pass" if passes else "fail" if narrow else outcome
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
             outcome = "pass" if 1 / AS_LONG <= far <= AS_LONG else outcome
         return size, outcome
 
-    def reached(self, error: float, outcome: str = "pass") -> "Floor":
-        """The floor by which such an error has this outcome: that of the ``sums`` alone, where it passes there."""
+    def reach(self, error: float, outcome: str = "pass") -> "Floor":
+        """Return the floor behind an outcome: ``sums`` alone, if it decides."""
         narrow = outcome == "fail" and self.outcome(error) != outcome
         if self.sums is not None and (narrow or self.sums.outcome(error) == "pass"):
             return self.sums
         if outcome == "unknown" and self.lead < error <= self.limit:
             return replace(self, alike=None, precision=replace(self.precision, least=self.lead, most=self.lead))
-        return replace(self, alike=None)  # which holds on to what microbatches give
+        return replace(self, alike=None)  # drops the microbatches' contributions
 
     def number(self, error: float) -> str:
-        """The outcome of a number's error."""
+        """Return the outcome for a number's error."""
         return "pass" if self.sums is not None and self.sums.outcome(error) == "pass" else self.outcome(error)
 
     def outcome(self, error: float) -> str:
-        """``pass``, ``fail``, or ``unknown``: no proof of rounding, and no proof of a fault either.
+        """Return ``pass``, ``fail``, or ``unknown`` if neither rounding nor a fault is proven.
 
-        That is an error that rounding explains and ``most`` does not excuse, or one below ``most`` that is too small
+        Unknown: rounding explains the error but ``most`` does not excuse it, or an error below ``most`` is too small
         for half a lost microbatch.
         """
-        if self.noise:  # that anything is lost of nothing cannot be
+        if self.noise:  # zero has no parts to lose
             return "pass" if error <= self.limit else "unknown" if error <= self.limit**2 else "fail"
         if error <= self.limit:
             return "unknown" if self.blind else "pass"
@@ -172,10 +169,10 @@ class Floor:
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 
 
-def rounded_to(precision: Precision, observed: Tensor, expected: Tensor) -> bool:
-    """Whether ``observed``, of a wider type, has numbers of this ``precision`` alone, where many due ones are no such.
+def is_rounded_to(precision: Precision, observed: Tensor, expected: Tensor) -> bool:
+    """True if ``observed``, in a wider type, has only values in ``precision``, unlike ``expected``.
 
-    Other kernels give other numbers, but never these alone.
+    Other kernels change values, but never to narrow ones alone.
     """
     dtype = _NARROW.get(precision.name)
     if dtype is None or observed.dtype != expected.dtype or observed.shape != expected.shape:
@@ -187,30 +184,30 @@ def rounded_to(precision: Precision, observed: Tensor, expected: Tensor) -> bool
 
 
 def same_bits(observed: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, signs of zero and NaNs included."""
+    """Compare two tensors bit for bit, including zero signs and NaNs."""
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
         return False
     return torch.equal(bits(observed.to(expected.device)), bits(expected))
 
 
-def agrees(seen: Tensor, due: Tensor, limit: float) -> bool:
-    """Whether ``seen`` is ``due``, bit for bit or within ``limit``."""
-    if seen.shape != due.shape or seen.dtype != due.dtype:
+def agrees(observed: Tensor, expected: Tensor, limit: float) -> bool:
+    """Compare two tensors, bit for bit or within ``limit``."""
+    if observed.shape != expected.shape or observed.dtype != expected.dtype:
         return False
-    return same_bits(seen, due) or (seen.is_floating_point() and error(seen, due) <= limit)
+    return same_bits(observed, expected) or (observed.is_floating_point() and error(observed, expected) <= limit)
 
 
 def stands_for_none(observed: Tensor | None) -> bool:
-    """Whether it is as good as no gradient: zeros, as a sum over ranks gives them that all have none."""
+    """True for None or zeros: a sum over ranks turns None into zeros."""
     return observed is None or not any_nonzero(observed)
 
 
 def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False) -> float:
-    """The larger of |o - e| / |e - b| in the Frobenius and in the maximum norm, in fp64; b is ``base``, or zero.
+    """Return the larger of |o - e| / |e - b| in Frobenius and maximum norm, in fp64; b is ``base`` or zero.
 
-    ``rounded``: a unit in the last place of each element is no difference, for that is what storing it may do.
-    Nor is one infinity, or NaN, where both have it. 0 where both are zero; infinite where only the divisor is, where
-    shapes differ, or where something is not finite. Real and imaginary parts of complex numbers count each.
+    ``rounded``: ignore one unit in each element's last place, as storing causes. Equal infinities, and NaN beside NaN,
+    have no difference. 0 if both are zero; infinite if only the divisor is, if shapes differ, or for non-finite values.
+    Real and imaginary parts count separately.
     """
     if observed.shape != expected.shape:
         return float("inf")
@@ -220,7 +217,7 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rou
 
 
 def distance(observed: Tensor, expected: Tensor) -> float:
-    """The norm of their difference; infinite where shapes differ, or where something is not finite."""
+    """Return the difference's norm; infinite for unequal shapes or non-finite values."""
     if observed.shape != expected.shape:
         return math.inf
     gap = math.sqrt(sum(float((one - other).square().sum()) for one, other in pieces(observed, expected)))
@@ -228,14 +225,14 @@ def distance(observed: Tensor, expected: Tensor) -> float:
 
 
 def lead(observed: Tensor, expected: Tensor) -> float:
-    """How far ``observed`` is from ``expected`` along that one itself: 0.01 where it is 1.01 times as large."""
+    """Return the relative deviation along ``expected``: 0.01 at 1.01 times its size."""
     pairs = [((one - wanted) * wanted).sum() for one, wanted in pieces(observed, expected)]
     size = sum(float(wanted.square().sum()) for _, wanted in pieces(observed, expected))
     return abs(float(sum(pairs))) / size if size else 0.0
 
 
 def difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """How far ``one`` is from ``wanted``, and what that is relative to. ``unit``: so much of each is nothing."""
+    """Return elementwise differences and their base. ``unit``: relative difference to ignore."""
     apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
     size = wanted if origin is None else wanted - origin
     endless = ~wanted.isfinite() & ((one == wanted) | (one.isnan() & wanted.isnan()))
@@ -243,7 +240,7 @@ def difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None =
 
 
 def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The larger of |top| / |bottom| in both norms, of tensors that come piece by piece."""
+    """Return the larger ratio |top| / |bottom| over both norms, for tensors in pieces."""
     squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for pair in pairs:
         squares += torch.stack([each.square().sum() for each in pair]).cpu()
@@ -252,16 +249,16 @@ def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def may_be_rounded(gradient: Tensor | None, before: Tensor, after: Tensor) -> bool:
-    """Whether storing a parameter may have moved it: not one that stands still, and has no gradient to move it."""
+    """True unless a parameter stands still and has no gradient: otherwise storing may have rounded it."""
     return (gradient is not None and bool(gradient.any())) or not same_bits(before, after)
 
 
 def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None = None) -> Floor:
-    """The floor of a parameter's update, what storing the parameter does to its last place left aside.
+    """Return the floor for a parameter's update, storage rounding excluded.
 
-    It is its gradient's, unless the last place is as large as half of the smallest fault: then no agreement proves
-    anything. ``given`` is the gradient, for a larger update is no rounding even where that is: Adam makes any gradient
-    large, and weight decay needs none.
+    It equals the gradient's floor, unless the last place reaches half the smallest fault: then agreement proves
+    nothing. ``given``: the gradient, since pure rounding still excuses no longer update: Adam enlarges any gradient,
+    and weight decay needs none.
     """
     if gradient.noise:
         gradient = _of_noise(gradient, before, after, given)
@@ -271,11 +268,11 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor |
 
 
 def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None) -> Floor:
-    """The floor of an update by ``given``, a gradient of rounding alone, or zero."""
+    """Return the floor for an update by ``given``, a zero or pure-rounding gradient."""
     moved, size = distance(after, before), 0.0 if given is None else distance(given, torch.zeros_like(given))
     if moved <= size and size:
         return replace(gradient, size=gradient.size * moved / size or gradient.size)
-    if not moved:  # what the optimizer makes of any other gradient than zero, nobody knows
+    if not moved:  # the optimizer's response to other gradients is unknown
         return replace(gradient, size=0.0, nudged=math.inf)
     along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
     decay = abs(along) > ALONG * moved * distance(before, torch.zeros_like(before))
@@ -283,10 +280,10 @@ def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | No
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory.
+    """Yield flat fp64 pieces from equally shaped tensors; whole copies would need much memory.
 
-    They come on a device where any of them is on one that has fp64, else on the host. Complex numbers come as their
-    real and imaginary parts, and go with real ones that have none.
+    Pieces lie on a device with fp64, if any tensor does, otherwise on the host. Complex tensors come as real and
+    imaginary parts, next to real ones.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     pairs = any(tensor.is_complex() for tensor in flat)
@@ -298,7 +295,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def in_both(one: Mapping[Key, Tensor | None], other: Mapping[Key, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors that are in both under one key."""
+    """Yield tensor pairs that share a key."""
     for key, tensor in one.items():
         if tensor is not None and (beside := other.get(key)) is not None:
             yield tensor, beside
@@ -309,8 +306,8 @@ def scalar_error(observed: float, expected: float) -> float:
     return error(torch.tensor(observed, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
 
 
-def unmeasured(precision: Precision = FP32, *, permutation: float = 0.0, nudged: float = 0.0) -> Floor:
-    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
+def default_floor(precision: Precision = FP32, *, permutation: float = 0.0, nudged: float = 0.0) -> Floor:
+    """Return a floor for unmeasured numbers: little passes, much fails, between is unknown."""
     return Floor(permutation, 0.0, 4 * precision.most, precision, nudged)
 
 
@@ -323,16 +320,16 @@ def floor_of(
     again: Callable[[], Tensor | None] = lambda: None,
     computed: Precision = FP64,
 ) -> Floor:
-    """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
-    summands, which say how coarse it is, as ``computed`` does, ``again`` as of ``rounding_of``.
+    """Return a sum's floor: ``others`` are the same sum in other orders, ``apart`` is rounded otherwise.
 
-    Other kernels, which give other tensors, lead farther.
+    parts: summands; their types, and ``computed``, say how coarse the sum is. again: as in ``rounding_of``. Other
+    kernels, which give other tensors, lead farther.
     """
     given = [part for part in parts if part is not None]
     wide = precision_of(expected.dtype)
     coarse = max((*(precision_of(one.dtype) for one in (*given, expected)), computed), key=_unit)
     floor = rounding_of(expected, apart, again=again, precision=coarse)
-    permutation = max((floor.compared(other, expected)[0] for other in others), default=0.0)
+    permutation = max((floor.compare(other, expected)[0] for other in others), default=0.0)
     size = in_fp64(expected).norm()
     fault = min((_ratio(in_fp64(part).norm(), size) for part in given), default=0.0)
     if floor.noise:
@@ -350,10 +347,10 @@ def rounding_of(
     again: Callable[[], Tensor | None] = lambda: None,
     precision: Precision | None = None,
 ) -> Floor:
-    """The floor of a tensor by what it is ``apart``, in fp64. ``again`` makes it with other rounding in its own type.
+    """Return a tensor's floor from its distance to ``apart``, in fp64. ``again`` recomputes it with other rounding.
 
-    It is rounding alone if hardly anything is there in fp64. How much that makes, ``again`` shows, as where the tensor
-    itself is zero: so much, but no more than what is left in fp64 says, where that is rounding too.
+    If fp64 leaves hardly anything, the tensor is pure rounding. Then ``again`` shows its size, even for a zero tensor,
+    up to what the fp64 remainder implies.
     """
     precision = precision or precision_of(expected.dtype)
     size, left = in_fp64(expected).norm().item(), in_fp64(apart).norm().item()
@@ -362,7 +359,7 @@ def rounding_of(
         more = 0.0 if other is None else in_fp64(other).norm().item()
         size = max(size, min(more, left * precision.unit / FP64.unit))
     floor = Floor(0.0, 0.0, 0.0, precision, size=size if left <= HARDLY * size else 0.0)
-    apart_by = floor.compared(apart, expected)[0] if floor.noise else error(expected, apart)
+    apart_by = floor.compare(apart, expected)[0] if floor.noise else error(expected, apart)
     return replace(floor, rounding=apart_by)
 
 

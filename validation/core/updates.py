@@ -1,7 +1,7 @@
-"""What an update is made of, and what an optimizer makes of gradients that are off by as much as rounding may put them.
+"""Optimizer updates under gradients that rounding may shift.
 
-An optimizer may make much of little: Adam divides a gradient by its own size, so that the sign of one near zero decides
-where a whole step leads. What it makes of gradients within their limits is rounding, too, however far it leads.
+Adam divides a gradient by its own size, so near zero its sign decides a whole step's direction. Whatever an optimizer
+makes from gradients within their limits counts as rounding, however far it goes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ from pipeproof.core.tolerance import Floor
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Gradient, Reference, Site
 
-_NEAREST = 1 / 16  # of how far the largest element may be off: each is pushed as far at least
+_NEAREST = 1 / 16  # of the largest element's allowance: a minimum push per element
 
 Orders = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """One operation whose gradients the next update uses: what was expected, of which microbatches, in which order.
+    """An operation whose gradients the next update uses: expected values, microbatches, orders.
 
-    ``reference``: its own, where operations divide losses by other numbers; None: that of all of them.
+    reference: its own, if operations use different loss divisors; None: the shared one.
     """
 
     expected: Expected
@@ -34,27 +34,29 @@ class Pending:
 
 
 class Updates(Protocol):
-    """What an optimizer makes of every parameter, each time from where the step began."""
+    """Maps gradients to updated parameters, always from the step's start."""
 
     def __call__(
         self, gradients: Mapping[Site, Gradient], *, norm: float | None = None, off: float = 0.0
     ) -> Mapping[Site, Tensor]:
-        """With these gradients; ``norm``: clipped as if this were theirs. ``off``: with settings so far off."""
+        """Apply these gradients. ``norm``: use it for clipping. ``off``: relative change to all settings."""
 
 
 def gradients_off(
-    due: Mapping[Site, Gradient], floors: Mapping[Site, Floor], *, there: Mapping[Site, Gradient]
+    expected: Mapping[Site, Gradient], floors: Mapping[Site, Floor], *, there: Mapping[Site, Gradient]
 ) -> Iterator[dict[Site, Gradient]]:
-    """The gradients that are ``due``, each off as far as its floor allows: the one way, and the other.
+    """Yield ``expected`` gradients pushed to their floors' limits, up and down.
 
-    Every element is pushed as far, or to the other side of zero where that is nearer. Rows and columns of zeros stay
-    where ``there``, the same gradients in fp64, has none either, as rows of an embedding that nobody looked up.
+    Each element moves equally far, or across zero if that is nearer. Rows and columns of zeros stay if ``there``, the
+    same gradients in fp64, has zeros too, as for unused embedding rows.
     """
     for way in (1, -1):
-        yield {site: one if one is None else _pushed(one, way, floors[site], there[site]) for site, one in due.items()}
+        yield {
+            site: one if one is None else _push(one, way, floors[site], there[site]) for site, one in expected.items()
+        }
 
 
-def _pushed(gradient: Tensor, way: int, floor: Floor, other: Gradient) -> Tensor:
+def _push(gradient: Tensor, way: int, floor: Floor, other: Gradient) -> Tensor:
     if floor.noise or not gradient.numel() or not gradient.is_floating_point():
         return gradient
     wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
@@ -66,9 +68,9 @@ def _pushed(gradient: Tensor, way: int, floor: Floor, other: Gradient) -> Tensor
 
 
 def _in_lines(none: Tensor) -> Tensor:
-    """Where all of a row or a column is so.
+    """Mark rows and columns that are entirely zero.
 
-    A single element may be zero by chance: terms cancel to the bit, and what is too small for fp16 is zero in it.
+    Single zeros may be chance: terms cancel, and fp16 flushes small numbers.
     """
     if none.dim() < 2:
         return torch.zeros_like(none)

@@ -1,4 +1,4 @@
-"""The verdict as data: what was compared, what broke, and what to type next."""
+"""Verdicts as data: comparisons, mismatches, next steps."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
 from pipeproof.core.text import CAUSES, brief, details, headline, sentence
-from pipeproof.pipeline.sizes import shortened
+from pipeproof.pipeline.sizes import shorten
 
-SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
-_LONGEST = 300  # characters of what was raised
+SCHEMA = "pipeproof/3"  # version for all JSON output: validation/reports/schema.json
+_LONGEST = 300  # characters kept from an error
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
 class ValidationFailed(AssertionError):
-    """A verdict that is not a pass; ``verdict`` holds it."""
+    """A failed or unknown ``verdict``."""
 
-    __module__ = "pipeproof"  # where users have it from
+    __module__ = "pipeproof.errors"  # the users' import path
 
     def __init__(self, verdict: "Verdict") -> None:
         super().__init__(str(verdict))
@@ -37,115 +37,115 @@ class ValidationFailed(AssertionError):
 
 
 class PipelineMismatch(ValidationFailed):
-    """The pipeline gives another answer than the reference."""
+    """The pipeline and the reference give different answers."""
 
-    __module__ = "pipeproof"
+    __module__ = "pipeproof.errors"
 
 
 class NoVerdict(ValidationFailed):
-    """Nothing was decided: a crash, a hang, or evidence that does not suffice."""
+    """Nothing was decided: a crash, a hang, or insufficient evidence."""
 
-    __module__ = "pipeproof"
+    __module__ = "pipeproof.errors"
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What was raised where nothing should be: on one line, and with its traceback."""
+    """An unexpected error: one line, and its traceback."""
 
     said: str
     traceback: str
 
     @staticmethod
     def of(error: BaseException) -> "Crash":
-        return Crash(raised(error), "".join(traceback.format_exception(error)))
+        return Crash(describe_error(error), "".join(traceback.format_exception(error)))
 
 
 @dataclass(frozen=True)
 class Verdict(Findings):
-    """What a validation found; it is true if that is a pass. ``Findings`` says what its fields are."""
+    """A validation's result, true for a pass. ``Findings`` documents its fields."""
 
     @property
     def reason(self) -> str:
-        """What is wrong, in a few words: the causes, or the laws that are broken."""
-        told = " and ".join(cause.short for cause in self.cause[:CAUSES])
-        if self.verdict == "fail":
-            return told or headline(self)
+        """The fault in a few words: causes, or broken laws."""
+        causes = " and ".join(cause.short for cause in self.causes[:CAUSES])
+        if self.outcome == "fail":
+            return causes or headline(self)
         return f"{self.word.upper()} {headline(self)}"
 
     @property
     def summary(self) -> str:
-        """The user's line in which it went wrong, as far as it is known, and what is wrong."""
-        lines = [one.line for cause in self.cause[:1] for one in cause.lines] or self.failed_at
-        outcome = "" if self.verdict == "fail" else f"{self.word.upper()} "
+        """The user's line at fault, if known, and the fault."""
+        lines = [one.line for cause in self.causes[:1] for one in cause.lines] or self.failed_at
+        outcome = "" if self.outcome == "fail" else f"{self.word.upper()} "
         return ": ".join([*(line.place for line in lines[:1]), f"{outcome}{sentence(self)}"])
 
     @property
     def exit_status(self) -> int:
         """0 pass, 1 wrong answer, 3 no verdict."""
-        return EXIT_STATUS[self.verdict]
+        return EXIT_STATUS[self.outcome]
 
     def __bool__(self) -> bool:
-        """Whether this is a pass: ``assert verdict`` holds for nothing else."""
-        return self.verdict == "pass"
+        """True for a pass alone, so that ``assert verdict`` works."""
+        return self.outcome == "pass"
 
-    def without_cause(self, crash: Crash) -> "Verdict":
-        """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""
+    def drop_cause(self, crash: Crash) -> "Verdict":
+        """Return this verdict without an explanation, after an error in the search for causes."""
         return replace(self, unsought=crash.said, traceback=crash.traceback)
 
     def before_its_end(self, crash: Crash | None) -> "Verdict":
-        """This verdict, with what was raised before all was compared: what is wrong is wrong, and nothing passes.
+        """Return this verdict after an error during comparison: a fail stays, nothing passes.
 
-        None: nothing was raised.
+        None: no error.
         """
         if crash is None:
             return self
-        outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
-        return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
+        outcome: Literal["fail", "unknown"] = "fail" if self.outcome == "fail" else "unknown"
+        return replace(self, outcome=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
     def raise_if_failed(self) -> None:
-        """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as its text, unless this is a pass."""
-        __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
-        if self.verdict != "pass":
-            raise PipelineMismatch(self) if self.verdict == "fail" else NoVerdict(self)
+        """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as text, unless this verdict passes."""
+        __tracebackhide__ = True  # a test's traceback should show the test's own line
+        if self.outcome != "pass":
+            raise PipelineMismatch(self) if self.outcome == "fail" else NoVerdict(self)
 
     def law(self, name: str) -> LawResult:
-        """The law called ``name``. Raises KeyError if it was not judged."""
+        """Return the law called ``name``. Raises KeyError if it was not judged."""
         return {law.name: law for law in self.laws}[name]
 
     def __str__(self) -> str:
-        """What a reader needs first, in a few lines."""
+        """A few lines for the first reader."""
         return brief(self)
 
     @property
     def details(self) -> str:
-        """All of it: causes, lines, laws, and what was ruled out."""
+        """The full text: causes, lines, laws, excluded causes."""
         return details(self)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON. ``measured`` is left out of a pass: its laws have the largest errors."""
+        """Return plain data for JSON. A pass omits ``measured``: its laws have the largest errors."""
         data = asdict(replace(self, measured=Measured()))
         data |= {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
         data |= {"measured": self.measured.as_dict(), "versions": dict(versions())}
-        if self.verdict == "pass":
+        if self.outcome == "pass":
             del data["measured"]
         return {"schema": SCHEMA, **data, "next": self.next, "replay": self.replay}
 
     def to_html(self) -> str:
-        """The verdict as a page: one file of HTML that needs no network."""
-        html: str = import_module(__name__.partition(".")[0]).page(self)  # the front door leads to rooms after this one
+        """Render the verdict as a page: one HTML file without network access."""
+        html: str = import_module(__name__.partition(".")[0]).page(self)  # the front door imports later rooms
         return html
 
 
-def raised(error: BaseException) -> str:
-    """What was raised, and where, on one line."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error and its place on one line."""
     said = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' * bool(said)}{shortened(said, _LONGEST)}{where}"
+    return f"{type(error).__name__}{': ' * bool(said)}{shorten(said, _LONGEST)}{where}"
 
 
 def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
-    """Fail if any law fails; else unknown if any is, or if none was exercised; else pass."""
+    """Combine law outcomes: fail before unknown before pass. Without any pass, unknown."""
     outcomes = {law.outcome for law in laws}
     if "fail" in outcomes:
         return "fail"

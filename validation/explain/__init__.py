@@ -1,7 +1,7 @@
-"""Explanation: from a failed verdict to its causes. It reads the verdict and never changes its outcome.
+"""Explain a failed verdict: find its causes, and never change its outcome.
 
-``explain`` follows a table of rules over one value, ``Evidence``: the verdict with as much of the run as is known. The
-instruments are ``divergence`` and ``rules.first_wrong`` (the first wrong tensor along the data), ``attribution`` (which
-microbatches, how often, a gradient is made of), ``likeness`` (what a tensor is in place of another) and ``replay`` (the
-reference with one substitution: the proof of a cause). Begin with ``explain``, then ``evidence``.
+``explain`` follows a table of rules over one value, ``Evidence``: the verdict with the known facts about the run. The
+instruments are ``divergence`` and ``rules.first_wrong`` (the first wrong tensor along the data), ``attribution``
+(gradients as counts of microbatches), ``likeness`` (the identity of a wrong tensor) and ``replay`` (the reference with
+one substitution: the proof of a cause). Begin with ``explain``, then ``evidence``.
 """

@@ -1,7 +1,7 @@
-"""An update's gradients, and atoms: the tensors that they could be made of, each with the term that says what it is.
+"""An update's gradients, and atoms: the tensors that may add up to them, each with a term that names it.
 
 A correct gradient is the sum of the nominal atoms, each once: microbatch i's activation with microbatch i's output
-gradient. The others are what faults put there.
+gradient. Faults add the others.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,17 +17,16 @@ from pipeproof.reference.step import Gradient, Site, Stage
 
 @dataclass(frozen=True)
 class Update:
-    """All that attribution works from.
+    """Input to attribution.
 
-    ``observed`` and ``expected``: an update's gradients by site, after tied copies are summed. ``now``: the operation
-    that made the update; ``earlier``: the accumulating calls before it, latest first; ``before``: the last operation
-    of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
+    ``observed`` and ``expected``: an update's gradients by site, after the sum over tied copies. ``now``: the operation
+    that made the update. ``earlier``: the accumulating calls before it, latest first. ``before``: the last operation of
+    the previous update; ``old``: the gradients of that update. ``tied``: parameters with copies in several stages, the
     name by stage. ``evaluated``: evaluations before the update, as if they had been steps. ``placement``: each stage's
-    rank, or the first of several; ``ranks`` and ``stages``: how many a replica has, if somebody knows better;
-    ``replicas``: how many of the model there are. ``computed_in``: the narrowest type that the reference computes in,
-    asked for where it matters. ``coarse``: a type as coarsely as which gradients are taken to be rounded, if it is
-    narrower than their own. ``passing``: those of which what was observed is near enough to what is due, though it is
-    not that.
+    rank, or the first of several. ``ranks`` and ``stages``: their number in a replica, if declared. ``replicas``: the
+    number of replicas. ``computed_in``: the narrowest type that the reference computes in, computed on demand.
+    ``coarse``: the rounding type to assume, if narrower than the gradients'. ``passing``: sites with a gradient close
+    enough to the expected one, not equal.
     """
 
     observed: Mapping[Site, Gradient]
@@ -48,36 +47,36 @@ class Update:
 
     @cached_property
     def shared(self) -> frozenset[Site]:
-        """The sites of parameters that have copies in several stages."""
+        """Sites of parameters with copies in several stages."""
         return frozenset(site for copies in self.tied for site in copies.items())
 
     @property
     def own(self) -> Pairing:
-        """``now``, where there is a step before."""
+        """Return ``now``, given a step before."""
         assert isinstance(self.now, Pairing), "only plans of our own have a step before"
         return self.now
 
     @cached_property
     def old_data(self) -> Pairing | None:
-        """The step before's microbatches in today's model."""
+        """The previous step's microbatches in today's model."""
         return None if self.before is None else self.own.with_batches(self.before.batches)
 
     @cached_property
     def old_weights(self) -> Pairing | None:
-        """Today's microbatches in the step before's model."""
+        """Today's microbatches in the previous step's model."""
         return None if self.before is None else self.before.with_batches(self.now.batches)
 
 
 class Term(NamedTuple):
-    """What an atom is; ``activation`` and ``gradient`` are microbatches, -1 where there is none.
+    """An atom's name. ``activation`` and ``gradient`` are microbatches, -1 for none.
 
-    what: "pair", of microbatch ``activation``'s activation and microbatch ``gradient``'s output gradient, on the last
-    stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the output
-    gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of the
-    accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "parameter": the
+    ``what`` is one of: "pair", microbatch ``activation``'s activation with microbatch ``gradient``'s output gradient,
+    on the last stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the
+    output gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of
+    the accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "parameter": the
     parameter itself. "evaluated": the gradient of evaluation number ``activation``. "old-activation", "old-gradient": a
-    pair of which that half is of the step before. "old-data": the step before's microbatch in today's model.
-    "old-weights": today's microbatch in the step before's model.
+    pair with that half from the step before. "old-data": the step before's microbatch in today's model. "old-weights":
+    today's microbatch in the step before's model.
     """
 
     what: str
@@ -86,13 +85,13 @@ class Term(NamedTuple):
 
     @property
     def nominal(self) -> bool:
-        """Whether a correct gradient has this once."""
+        """True if a correct gradient contains this term once."""
         return self.what == "earlier" or (self.what == "pair" and self.activation == self.gradient)
 
 
 @dataclass(frozen=True)
 class Atom:
-    """A term, its gradients by parameter, and what its backward hands on to the stage before."""
+    """A term, with gradients by parameter, and the input gradients that its backward hands on."""
 
     term: Term
     gradients: Mapping[str, Gradient]
@@ -101,14 +100,14 @@ class Atom:
 
 @dataclass(frozen=True)
 class Wrong:
-    """An atom that should not be there and hands something on, and the microbatches that it can be a matter of."""
+    """A wrong atom with input gradients, and the microbatches that it may come from."""
 
     atom: Atom
     near: frozenset[int]
 
 
 class Atoms:
-    """The atoms of one stage, made when asked for. ``wrong`` are what errors in the next stage handed on."""
+    """Atoms of a stage, computed on demand. ``wrong``: wrong gradients that the next stage handed on."""
 
     def __init__(self, update: Update, stage: Stage, wrong: Sequence[Wrong]) -> None:
         self._update = update
@@ -119,7 +118,7 @@ class Atoms:
 
     @cached_property
     def nominal(self) -> list[Atom]:
-        """What a correct gradient is the sum of."""
+        """The addends in a correct gradient."""
         found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i)) for i in self._own]
         for call, pairing in enumerate(self._update.earlier, start=1):
             for i in range(pairing.microbatches):
@@ -128,14 +127,14 @@ class Atoms:
 
     @cached_property
     def consequences(self) -> list[Atom]:
-        """What follows from the next stage's errors: their output gradients with the microbatches concerned."""
+        """Output gradients from errors in the next stage, with each microbatch concerned."""
         flows = {number: _as_is(wrong.atom.inputs) for number, wrong in enumerate(self._wrong)}
         near = {i: {n: flows[n] for n, wrong in enumerate(self._wrong) if i in wrong.near} for i in self._own}
         return [atom for i in self._own for atom in self._with(i, "flow", near[i])]
 
     @cached_property
     def extras(self) -> list[Atom]:
-        """The gradient of the step before, and the parameters themselves."""
+        """The previous step's gradient, the parameters, and gradients of evaluations."""
         update, stage = self._update, self._stage
         values = {name: value.detach() for name, value in self._now.parameters(stage).items()}
         found = [Atom(Term("parameter"), values)]
@@ -146,7 +145,7 @@ class Atoms:
 
     @cached_property
     def left(self) -> list[Atom]:
-        """The gradient of the step before, or what there was before the step, where it is known and is no weight."""
+        """The previous step's gradient, or the initial gradient, if known and not a weight."""
         old = dict[str, Gradient]()
         for name, weight in self._now.parameters(self._stage).items():
             there = _double(self._update.old.get((self._stage, name)))
@@ -167,7 +166,7 @@ class Atoms:
 
     @cached_property
     def stale(self) -> list[Atom]:
-        """Pairs of which one half, or the data, or the weights, are the step before's."""
+        """Pairs with one half, the data, or the weights from the step before."""
         update, stage, before = self._update, self._stage, self._update.before
         if before is None:
             return []
@@ -186,8 +185,8 @@ class Atoms:
         return found
 
     def _with(self, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
-        """Microbatch i's activation with each of ``flows``, where they fit."""
-        made = self._now.paired(self._stage, i, list(flows.values())) if flows else []
+        """Pair microbatch i's activation with each fitting flow."""
+        made = self._now.pair(self._stage, i, list(flows.values())) if flows else []
         return self._fitting(i, what, flows, made)
 
     def _fitting(

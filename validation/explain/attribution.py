@@ -1,7 +1,7 @@
 """Attribution: which faults explain an update's gradients, from the gradients alone.
 
-The stages are walked from the last to the first, as output gradients flow: what an error in one stage hands on is among
-the things that the next may be made of, so a consequence is not taken for a cause.
+It walks the stages from the last to the first, as output gradients flow. Errors handed on from one stage are candidates
+in the next, so a consequence is not taken for a cause.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ from pipeproof.reference.step import Expected, Gradient, Site, Stage
 
 @dataclass(frozen=True)
 class Attribution:
-    """What an update's gradients are made of, and which faults that names, the most likely first.
+    """Gradients as atoms, and the faults that this implies, likeliest first.
 
-    ``stages`` by stage; ``tied`` for each copy of a parameter that stages share. ``unknown`` says what is left without
-    an explanation; empty where nothing is. No causes and nothing unknown: the gradients are right. ``cells`` are the
-    coefficients of this operation's microbatches, None where they are known together alone.
+    ``stages`` by stage; ``tied`` for each copy of a shared parameter. ``unknown`` names what has no explanation. No
+    causes and nothing unknown: the gradients are right. ``cells`` are the coefficients of this operation's
+    microbatches, None if only their sum is known.
     """
 
     stages: tuple[Explanation, ...]
@@ -41,7 +41,7 @@ class Attribution:
 
     @property
     def right(self) -> bool:
-        """Whether the gradients are those of a correct step."""
+        """True if the gradients match a correct step."""
         return not self.causes and not self.unknown
 
 
@@ -49,23 +49,23 @@ def attribute(update: Update) -> Attribution:
     """Explain an update's gradients and name the faults."""
     found: dict[Stage, Explanation] = {}
     wrong: Sequence[Wrong] = ()
-    due = cache(lambda: _due(update))
+    expected = cache(lambda: _expected(update))
     for stage in reversed(range(update.now.stages)):
         thorough = all(one.explained for one in found.values())
-        found[stage] = GradientFit(update, stage, wrong, due, thorough=thorough).explain()
-        wrong = handed_on(found[stage])
+        found[stage] = GradientFit(update, stage, wrong, expected, thorough=thorough).explain()
+        wrong = pass_on(found[stage])
     stages = tuple(found[stage] for stage in range(update.now.stages))
     tied = explain_tied(update, stages)
     causes, unknown, ruled_out = name_causes(update, stages, tied)
     apart = update.now.microbatches == len(update.now.batches)
-    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_apart, stages)))
-    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
+    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_parameters_apart, stages)))
+    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.known else None)
 
 
 def attribute_coarsely(update: Update) -> Attribution | None:
-    """The same, by what rounding leaves in the narrower type that the reference computes in.
+    """Attribute with rounding in the reference's narrower type.
 
-    None without such a type, and unless that explains everything: where rounding leaves more, more fits in part.
+    None without such a type, and unless it explains everything: coarser rounding lets more combinations fit in part.
     """
     narrow, types = update.computed_in(), {one.dtype for one in update.expected.values() if one is not None}
     if narrow is None or all(precision_of(one).unit >= precision_of(narrow).unit for one in types):
@@ -74,22 +74,22 @@ def attribute_coarsely(update: Update) -> Attribution | None:
     return found if found.causes and not found.unknown else None
 
 
-def _due(update: Update) -> Known:
-    """The gradient that each parameter should have, to be found where another's should be."""
+def _expected(update: Update) -> Known:
+    """Index expected gradients, to find one in another's place."""
     every = ((Label.of_gradient(site), gradient) for site, gradient in update.expected.items())
     return Known((label, gradient.detach().cpu()) for label, gradient in every if gradient is not None)
 
 
 def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:
-    """The cells of one stage; of one that nothing explains, or that has no gradients to tell it, nobody knows."""
+    """A stage's cells; unknown without an explanation or a gradient to compare."""
     if not stage.explained or not (stage.compared or not any(stage.coefficients.values())):
         return (Cell(None),) * microbatches
     unclear = {term.activation for term in stage.undecided}
     return tuple(Cell(None) if m in unclear else _cell(stage.coefficients, m) for m in range(microbatches))
 
 
-def _apart(stage: Explanation) -> tuple[str, ...]:
-    """The parameters that the row of a stage does not hold for."""
+def _parameters_apart(stage: Explanation) -> tuple[str, ...]:
+    """Parameters that deviate from their stage's row."""
     return tuple(one.parameter for one in stage.odd if one.kind != "right" and stage.explained)
 
 
@@ -100,8 +100,8 @@ def _cell(found: Mapping[Term, float], m: int) -> Cell:
     return Cell(found.get(Term("pair", m, m), 0.0), tuple(sorted(others.items())), behind)
 
 
-def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
-    """What a stage's errors give the stage before to work with."""
+def pass_on(explanation: Explanation) -> tuple[Wrong, ...]:
+    """Return the wrong atoms that a stage's errors hand to the stage before."""
     if not explanation.explained:
         return ()
     found = []
@@ -116,9 +116,9 @@ def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
 
 
 def update_of(setup: Setup, observed: Mapping[Site, Gradient], played: Sequence[Played]) -> Update:
-    """What attribution needs of gradients that were ``observed`` in the last operation of ``played``.
+    """Collect attribution's input from gradients ``observed`` in the last operation of ``played``, a "train".
 
-    That is a "train"; all operations up to it are as the reference did them. All is on the CPU.
+    All operations up to it match the reference's. All is on the CPU.
     """
     last = len(played) - 1
     assert setup.plan[last] == "train", "only an update has gradients"

@@ -1,13 +1,13 @@
-"""From what gradients are made of to the faults that made them so.
+"""From coefficients to faults.
 
-First what each stage shows by itself; then the same fault in several stages becomes one cause: in all of them it is the
-step's, in the first ones it came down with the output gradients.
+First the faults that each stage shows by itself; then one fault in several stages becomes one cause: in all stages it
+is the step's, in the first ones it came down with the output gradients.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.cause import Cause, RuledOut, join_numbers
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.tolerance import error, stands_for_none
 from pipeproof.explain.atoms import Term, Update
@@ -15,8 +15,8 @@ from pipeproof.explain.chains import swaps
 from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.limits import CLOSE
 from pipeproof.explain.microbatch_weights import Fault, faults_in_counts, uniform
-from pipeproof.explain.mixed_gradients import gradient_of, mixed
-from pipeproof.explain.solver import told_within
+from pipeproof.explain.mixed_gradients import find_mixed, gradient_of
+from pipeproof.explain.solver import tell_within
 from pipeproof.explain.tied import Shares, of_copies
 from pipeproof.reference.step import Stage
 
@@ -29,37 +29,42 @@ _STALE = ("stale-gradient", "stale-tensor")
 def name_causes(
     update: Update, stages: Sequence[Explanation], tied: Sequence[Shares]
 ) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[RuledOut, ...]]:
-    """The causes, the most likely first; what stays unknown; and what was ruled out."""
+    """Return the causes, likeliest first; open questions; and excluded kinds."""
     swapped = swaps(update, stages)
     shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
     left = {cause.stage for cause in swapped if cause.kind == "swapped-gradients"}
-    each = {one.stage: filled(one, by_activation=one.stage in left) for one in shown}
-    faults = {one.stage: f for one in shown if (f := _decided_faults(update, one, each[one.stage])) is not None}
-    sums = mixed(stages, update)
-    causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update.tied, tied)]
-    causes += untrained(update)
+    each = {one.stage: fill_nominal(one, by_activation=one.stage in left) for one in shown}
+    faults = {one.stage: f for one in shown if (f := _decide_faults(update, one, each[one.stage])) is not None}
+    sums = find_mixed(stages, update)
+    causes = [
+        *swapped,
+        *_place_faults(update, faults),
+        *of_parameters(update, stages, sums),
+        *of_copies(update.tied, tied),
+    ]
+    causes += find_untrained(update)
     causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
     causes = [_or_multiplied(cause, causes) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
-    ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
+    ruled_out = tuple(_rule_out(stages, tied, causes, known=update.before is not None))
     return tuple(dict.fromkeys(causes)), unknown, ruled_out
 
 
 def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
-    """Whether a stage that has nothing finite has it from a later one: what is not finite flows back through all."""
+    """True if a stage without finite gradients got them from a later stage: non-finite values flow back through all."""
     later = [one.stage for one in causes if one.kind == "not-finite" and one.parameter is not None]
     whole = cause.kind == "not-finite" and cause.parameter is None and cause.stage is not None
     return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
 
 
 def _or_twice(update: Update, cause: Cause) -> Cause:
-    """What was there from before, or, where this step's own is like it, that twice."""
+    """A gradient left from before the step; or this step's own counted twice, if both look alike."""
     pairs = [
-        (one, due)
+        (one, expected)
         for site, one in update.old.items()
-        if (due := update.expected.get(site)) is not None and one is not None
+        if (expected := update.expected.get(site)) is not None and one is not None
     ]
-    alike = all(error(one.cpu(), due.cpu()) <= told_within(due.dtype) for one, due in pairs)
+    alike = all(error(one.cpu(), expected.cpu()) <= tell_within(expected.dtype) for one, expected in pairs)
     if cause.kind != "stale-gradient" or cause.microbatches or not alike:
         return cause
     twice = replace(cause, kind="scale", factor=2.0, detail="or this step's own, which is the same, was added twice")
@@ -67,41 +72,41 @@ def _or_twice(update: Update, cause: Cause) -> Cause:
 
 
 def _or_multiplied(cause: Cause, causes: Sequence[Cause]) -> Cause:
-    """``cause`` of microbatches that are there several times, or they were multiplied: sums do not tell which.
+    """``cause`` for repeated microbatches, with multiplication as an alternative: sums do not separate the two.
 
-    Not where others are missing: then these ran in their place.
+    Not if others are missing: then these ran in their place.
     """
     if cause.kind != "doubled" or any(other.kind == "dropped" for other in causes):
         return cause
     kind = "unequal-weights" if cause.factor is None else "scale"
-    told = f"or {'they were' if len(cause.microbatches) > 1 else 'it was'} multiplied: the loss, or gradients of it"
-    return replace(cause, instead=(replace(cause, kind=kind, detail="; ".join(filter(None, (cause.detail, told)))),))
+    text = f"or {'they were' if len(cause.microbatches) > 1 else 'it was'} multiplied: the loss, or gradients of it"
+    return replace(cause, instead=(replace(cause, kind=kind, detail="; ".join(filter(None, (cause.detail, text)))),))
 
 
-def _decided_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:
-    """A stage's faults but for those that other coefficients would explain away, as where microbatches are equal.
+def _decide_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:
+    """A stage's faults, except those explained by undecided coefficients, as with equal microbatches.
 
-    Of a factor that is not simple the others tell what it comes from. None where no other fault is left.
+    The others explain a factor that is not simple. None if no fault is left.
     """
     faults = faults_of(update, stage, nominal)
     if not stage.undecided:
         return faults
     others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
-    told = [one for one in faults if one.microbatches and one.kind != "scale"]
-    return tuple(one for one in told if not others & set(one.microbatches)) or None
+    clear = [one for one in faults if one.microbatches and one.kind != "scale"]
+    return tuple(one for one in clear if not others & set(one.microbatches)) or None
 
 
-def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, float]:
-    """The nominal coefficients, a wrong pair counted for the microbatch whose output gradient it used up.
+def fill_nominal(stage: Explanation, *, by_activation: bool = False) -> dict[Term, float]:
+    """The nominal coefficients, with each wrong pair counted for the microbatch that provided its output gradient.
 
-    Where that microbatch is there already, it is the one whose activation was used; ``by_activation``: that one first,
-    as where a backward took another's output gradient.
+    If that microbatch is present already, it counts for the activation's microbatch; ``by_activation``: for that one
+    first, as after a backward with another's output gradient.
     """
     found = {term: c for term, c in stage.coefficients.items() if term.nominal}
     taken: dict[int, Term] = {}
 
     def place(term: Term, tried: set[int]) -> bool:
-        """Give ``term`` a microbatch, if others that have one can take another: each stands in for one."""
+        """Give ``term`` a microbatch, if terms in its way can move to another: each stands in for one."""
         slots = _slots(stage, term)
         for slot in reversed(slots) if by_activation and term.what == "pair" else slots:
             if found.get(Term("pair", slot, slot)) != 0.0 or slot in tried:
@@ -119,7 +124,7 @@ def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, flo
 
 
 def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
-    """The microbatches that a wrong term may stand in for, the likeliest first."""
+    """Microbatches that a wrong term may stand in for, likeliest first."""
     if term.nominal or term.what in ("gradient", "parameter", "evaluated"):
         return ()
     if term.what == "flow":
@@ -129,7 +134,7 @@ def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
 
 
 def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...]:
-    """What is wrong with one stage's coefficients, swaps apart."""
+    """Faults in a stage's coefficients, apart from swaps."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(CLOSE, stage.limit)
@@ -149,7 +154,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
 
 
 def _leftovers(stage: Explanation) -> Iterator[Fault]:
-    """What is in a gradient that is no part of this step."""
+    """Foreign terms in a gradient: tensors from outside this step."""
     terms = {term: c for term, c in stage.coefficients.items() if not term.nominal and c}
     for what, kind, words in (
         ("gradient", "stale-gradient", STALE),
@@ -172,8 +177,8 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
             yield Fault("stale-tensor", tuple(found), detail=words)
 
 
-def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
-    """Each fault once, with the stages that it is in."""
+def _place_faults(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
+    """Each fault once, with all stages that show it."""
     where: dict[Fault, list[Stage]] = {}
     for stage, found in sorted(faults.items()):
         for fault in found:
@@ -199,9 +204,9 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
         yield replace(cause, stage=stages[0])
 
 
-def of_a_part(parameter: str, seen: str, due: str) -> str:
-    """That a gradient is of another form than the model's, and what to do where it is a part of it."""
-    return f"the gradient of {parameter} is {seen}, expected {due}: of a part, hand back its place"
+def of_a_part(parameter: str, observed: str, expected: str) -> str:
+    """Say how a gradient's form differs from the model's, and the cure for a part."""
+    return f"the gradient of {parameter} is {observed}, expected {expected}: of a part, hand back its place"
 
 
 def _unknown(
@@ -212,8 +217,8 @@ def _unknown(
             yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
         elif not one.explained and not sums[one.stage]:
             tried = "no mix of the reference's contributions explains these gradients"
-            told = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
-            yield f"stage {one.stage}: {told} (left over {one.residual:.1e}; rounding allows {one.limit:.1e})"
+            text = tried if one.residual > one.limit else "rounding hides what its gradients are made of"
+            yield f"stage {one.stage}: {text} (left over {one.residual:.1e}; rounding allows {one.limit:.1e})"
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
@@ -223,25 +228,25 @@ def _unknown(
                 yield f"stage {one.stage}: {of_a_part(odd.parameter, *odd.forms)}"
             elif not odd.is_known and odd.parameter not in named:
                 where = None if odd.part is None else odd.part.text
-                what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
-                told = "; ".join(filter(None, (what, odd.words)))
-                yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
+                what = _NOTHING if where is None else f"wrong in {where} alone, by no known fault"
+                text = "; ".join(filter(None, (what, odd.words)))
+                yield f"stage {one.stage}: the gradient of {odd.parameter} is {text}"
     for copy in tied:
         if not copy.explained and not copy.apart and not copy.joint:
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
     open_ = (copy for copy in tied if copy.joint and not copy.explained and not copy.apart)
     for name, joint in dict.fromkeys((copy.parameter, copy.joint) for copy in open_):
-        yield f"what stages {listed(joint)} each give to {name} is not known apart: nothing tells what is wrong with it"
+        yield f"what stages {join_numbers(joint)} each give to {name} is not known apart, so its fault is not known"
 
 
-def _ruled_out(
+def _rule_out(
     stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause], *, known: bool
 ) -> Iterator[RuledOut]:
-    """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ.
+    """Kinds excluded by coefficients. They describe a stage's own parameters alone: wrong copies may differ.
 
-    ``known``: whether the step before is. One that nobody knows may have had the same microbatches, and so be what is
-    there more than once.
+    ``known``: whether the step before is. An unknown one may have had the same microbatches, and so be the reason for
+    repeated ones.
     """
     for one in stages:
         right = [odd.parameter for odd in one.odd if odd.kind == "right"]
@@ -250,7 +255,7 @@ def _ruled_out(
             yield RuledOut((), evidence, len(right))
     counted = ("multiple", "counted", "sum", "other")
     if not all(copy.right for copy in tied) or any(odd.kind in counted for one in stages for odd in one.odd):
-        return  # what is true of the others is not of these
+        return  # the other parameters do not speak for these
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     nominal = [c for term, c in terms if term.nominal]
     if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):
@@ -269,8 +274,8 @@ def _ruled_out(
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "every contribution has factor 1"),
     ):
         if holds and not kinds & set(found):
-            told = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})
-            yield RuledOut(told, evidence, sum(map(bool, nominal)) if found == swapped else len(nominal))
+            excluded = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})
+            yield RuledOut(excluded, evidence, sum(map(bool, nominal)) if found == swapped else len(nominal))
 
 
 def _with_rank(update: Update, cause: Cause) -> Cause:
@@ -283,7 +288,7 @@ def _with_rank(update: Update, cause: Cause) -> Cause:
 def of_parameters(
     update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[Cause]:
-    """The parameters that do not follow their stage, from the last stage on: what flows back comes to that first."""
+    """Causes for parameters that deviate from their stage, in gradient order from the last stage."""
     for one in reversed(stages):
         if one.whole:
             continue  # the stage's own fault
@@ -299,29 +304,29 @@ def of_parameters(
 
 
 def _likewise(others: Sequence[Likeness]) -> str:
-    """What is said of further parameters: those of exchanged gradients have each another's."""
+    """Name further parameters: exchanged gradients each with their source."""
     if not others or any(odd.kind == "other" and odd.source is None for odd in others):
         return ", ".join(f"{odd.parameter} has {odd.text}" for odd in others)
     return f"also: {', '.join(odd.parameter for odd in others)}"
 
 
 def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
-    """What is known of parameters, but for factors and counts where others are wrong that nobody can explain.
+    """Deviating parameters, without factors and counts if any parameter stays unexplained.
 
     They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
-    others, or as some times its own, and a weight, which met it with its own activations, as nothing known.
+    others, or as some times its own, and a weight, which met it with its own activations, as unknown.
     """
     alone = all(one.is_known for one in odd)
     return [one for one in odd if alone or one.kind not in ("counted", "multiple")]
 
 
-def untrained(update: Update) -> Iterator[Cause]:
-    """Parameters that are not trained, and have a gradient."""
+def find_untrained(update: Update) -> Iterator[Cause]:
+    """Causes for frozen parameters with a gradient."""
     for stage in range(update.now.stages):
         trained = update.now.parameters(stage)
-        for (owner, name), due in update.expected.items():
-            seen = update.observed.get((owner, name))
-            if owner == stage and name not in trained and due is None and not stands_for_none(seen):
+        for (owner, name), expected in update.expected.items():
+            observed = update.observed.get((owner, name))
+            if owner == stage and name not in trained and expected is None and not stands_for_none(observed):
                 yield Cause("unexpected", stage=stage, parameter=name)
 
 

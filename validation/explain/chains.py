@@ -1,7 +1,7 @@
-"""Wrong pairs followed from stage to stage: which exchange explains them all, and where it happened.
+"""Wrong pairs from stage to stage: the exchange that explains them all, and its place.
 
-An error shows first in the stage nearest to the loss; the stages before work with what it hands on. Which activations
-they pair that with tells the exchanges apart.
+An error shows first in the stage nearest to the loss; earlier stages work with its consequence. The activations that
+they pair with it separate the exchanges.
 """
 
 from collections import Counter
@@ -18,8 +18,10 @@ Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and mo
 
 @dataclass(frozen=True)
 class Chain:
-    """A wrong pair of activation ``activation`` and output gradient ``gradient`` in ``stage``, and the activations
-    that the stages before it paired with what follows from it, nearest first."""
+    """A wrong pair, activation ``activation`` with output gradient ``gradient`` in ``stage``.
+
+    ``followed``: activations that the stages before it paired with its consequence, nearest first.
+    """
 
     term: Term
     stage: Stage
@@ -27,20 +29,22 @@ class Chain:
 
 
 def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
-    """The exchanges that the wrong pairs of all stages come from, each once, with all its microbatches."""
+    """Exchanges behind all wrong pairs, each once, with all its microbatches."""
     every = list(chains(stages))
-    found = {chain: _readings(update, stages, chain) for chain in every if not _added(stages[chain.stage], chain.term)}
+    found = {
+        chain: _readings(update, stages, chain) for chain in every if not _is_added(stages[chain.stage], chain.term)
+    }
     groups: dict[tuple[Reading, ...], list[Chain]] = {}
     for chain, readings in found.items():
         beside = [others for other, others in found.items() if other.stage == chain.stage]
         common = [one for one in readings if all(one in others for others in beside)]
         groups.setdefault(tuple(common or readings), []).append(chain)
-    told = [_exchange(readings, alike, stages) for readings, alike in groups.items()]
-    return [*told, *_additions(stages, every)]
+    exchanges = [_exchange(readings, alike, stages) for readings, alike in groups.items()]
+    return [*exchanges, *_additions(stages, every)]
 
 
 def _exchange(readings: Sequence[Reading], alike: Sequence[Chain], stages: Sequence[Explanation]) -> Cause:
-    """The likeliest of ``readings``, with the others in its stead."""
+    """Merge ``readings`` into the likeliest, with alternatives."""
     causes = []
     for kind, stage, detail in readings:
         slots = sorted({_slot(kind, chain, stages) for chain in alike})
@@ -48,43 +52,43 @@ def _exchange(readings: Sequence[Reading], alike: Sequence[Chain], stages: Seque
     return replace(causes[0], instead=tuple(causes[1:]))
 
 
-def _added(stage: Explanation, term: Term) -> bool:
-    """Whether a wrong pair is there beside both of those whose place it could have taken."""
+def _is_added(stage: Explanation, term: Term) -> bool:
+    """True if a wrong pair adds to both right pairs instead of replacing either."""
     return all(stage.coefficients.get(Term("pair", m, m)) for m in (term.activation, term.gradient))
 
 
 def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterator[Cause]:
-    """One cause for each stage in which activations met other output gradients as well as their own."""
+    """A cause for each stage whose activations met further output gradients beside their own."""
     terms: dict[Stage, list[Term]] = {}
     for chain in every:
-        if _added(stages[chain.stage], chain.term):
+        if _is_added(stages[chain.stage], chain.term):
             terms.setdefault(chain.stage, []).append(chain.term)
     for stage, met in terms.items():
         also: dict[int, list[int]] = {}
         for term in met:
             also.setdefault(term.activation, []).append(term.gradient)
-        told = "; ".join(f"{i} also met that of {', '.join(map(str, sorted(js)))}" for i, js in sorted(also.items()))
-        detail = f"beside its own output gradient, the activation of microbatch {told}"
+        text = "; ".join(f"{i} also met that of {', '.join(map(str, sorted(js)))}" for i, js in sorted(also.items()))
+        detail = f"beside its own output gradient, the activation of microbatch {text}"
         yield Cause("extra-term", stage=stage, microbatches=tuple(sorted(also)), detail=detail)
 
 
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
-    """Every wrong pair that is no consequence of another."""
+    """Every wrong pair, without mere consequences."""
     for one in reversed(stages):
         if one.explained:
             for term, c in one.coefficients.items():
                 paired = term.what == "logits" or (term.what == "pair" and not term.nominal)
-                if c and paired and _happened(c, decided=term not in one.undecided):
-                    yield Chain(term, one.stage, tuple(_followed(stages, one.stage, term)))
+                if c and paired and _has_happened(c, decided=term not in one.undecided):
+                    yield Chain(term, one.stage, tuple(_follow(stages, one.stage, term)))
 
 
-def _happened(c: float, *, decided: bool) -> bool:
-    """Whether a coefficient tells of something: what happened at all did so a whole number of times."""
+def _has_happened(c: float, *, decided: bool) -> bool:
+    """True if a coefficient is evidence: real events occur a whole number of times."""
     return decided or c == round(c)
 
 
-def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator[int]:
-    """The activations that earlier stages paired with what ``term`` handed on, as long as that can be followed."""
+def _follow(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator[int]:
+    """Activations that earlier stages paired with the output of ``term``, until the trail ends."""
     for one in reversed(stages[:stage]):
         number = next((k for k, wrong in enumerate(one.wrong) if wrong.atom.term == term), None)
         flows = [t for t, c in one.coefficients.items() if c and t.what == "flow" and t.gradient == number]
@@ -95,7 +99,7 @@ def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterat
 
 
 def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[Reading]:
-    """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
+    """Exchanges that may explain a chain, by kind, stage and detail, likeliest first."""
     i, last = chain.term.activation, update.now.stages - 1
     kinds = _by_use(stages[chain.stage])
     if chain.stage == last and (chain.term.what == "pair" or chain.term in stages[last].undecided):
@@ -108,9 +112,9 @@ def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> li
 
 
 def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> list[Reading]:
-    """A target met another microbatch's outputs: they were exchanged where the activations change.
+    """A target met another microbatch's outputs: the exchange happened at the stage whose activations change.
 
-    Where targets alone were used too often, no activation was.
+    If only targets were repeated, no activation was exchanged.
     """
     i, j = chain.term.activation, chain.term.gradient
     same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
@@ -124,14 +128,14 @@ def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> li
 
 
 def _by_use(stage: Explanation) -> list[str]:
-    """Which of the two was used too often or too seldom; both if that does not say.
+    """Name the half used too often or too seldom; both if the counts do not decide.
 
-    A right pair that is there several times says nothing: whatever multiplied it did so to both.
+    A repeated right pair decides nothing: its factor multiplied both halves.
     """
     activations: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     used = {term: c for term, c in stage.coefficients.items() if c and term.what in ("pair", "logits")}
-    once = min(abs(c) for term, c in used.items() if not term.nominal)  # what is multiplied was used no more often
+    once = min(abs(c) for term, c in used.items() if not term.nominal)  # a multiplied pair was used no more often
     for term, c in used.items():
         times = 1 if term.nominal else round(c / once)
         activations[term.activation] += times
@@ -143,11 +147,11 @@ def _by_use(stage: Explanation) -> list[str]:
         return ["swapped-activations"]
     if uneven == [False, True]:
         return ["swapped-gradients"]
-    # Messages are taken for each other more easily than what a stage itself keeps.
+    # Messages are mistaken for each other more easily than a stage's own stored inputs.
     return ["swapped-gradients", "swapped-activations"]
 
 
 def _slot(kind: str, chain: Chain, stages: Sequence[Explanation]) -> int:
-    """The microbatch whose work went wrong: of data, the one whose inputs or target were not used too often."""
+    """The microbatch whose work went wrong: for data, the unrepeated one."""
     by_target = kind == "swapped-data" and _by_use(stages[chain.stage]) == ["swapped-gradients"]
     return chain.term.activation if kind == "swapped-gradients" or by_target else chain.term.gradient

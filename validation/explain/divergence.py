@@ -1,6 +1,6 @@
-"""The first divergence: the flow of data is walked from the first stage's input to the last gradient handed on.
+"""The first divergence: walk the data from the first stage's input to the last gradient.
 
-A tensor that differs although all that it was made from is right is first wrong; what lies behind it is consequence.
+A wrong tensor with right inputs is the first; anything after it is consequence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +36,10 @@ _ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS
 
 @dataclass(frozen=True)
 class Divergence:
-    """A tensor that is not what it should be although what it was made from is.
+    """A wrong tensor with right inputs.
 
-    ``action`` as the rank wrote it, at position ``slot`` of its list; ``what`` says what the tensor really was.
-    ``graph`` is the microbatch whose forward a backward ran back through, where that was another's. ``turn`` counts the
-    actions that its stage ran before.
+    ``action``: the rank's own text, at position ``slot`` of its list. ``what``: the likeness of the tensor. ``graph``:
+    the microbatch whose forward a backward ran through, if another's. ``turn``: how many actions its stage ran before.
     """
 
     rank: int
@@ -58,7 +57,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Positions:
-    """The rank of every stage, and the slot of every action in its rank's list, by its text."""
+    """Ranks by stage, and slots by action text."""
 
     placement: Sequence[int]
     slots: Mapping[str, int]
@@ -66,10 +65,10 @@ class Positions:
 
 @dataclass(frozen=True)
 class Ground:
-    """What a recording is held against: the expected tensors, and all that content may be found among.
+    """Reference for a recording: the expected tensors, and all tensors to search for content.
 
-    ``earlier`` are the expected tensors of operations before, the latest first. ``limit``: the largest relative error
-    that still is rounding.
+    ``earlier``: the expected tensors of operations before, latest first. ``limit``: the largest relative error of
+    rounding.
     """
 
     expected: Mapping[Point, Tensors]
@@ -77,7 +76,7 @@ class Ground:
     limit: float
 
     def known(self) -> Known:
-        """All tensors that a wrong one may really be."""
+        """All tensors that may stand in another's place."""
         return Known(
             (Label(point, ago, number), tensor.detach().cpu())
             for ago, tensors in enumerate((self.expected, *self.earlier))
@@ -88,9 +87,9 @@ class Ground:
 
 
 def divergences(recording: Recording, ground: Ground, positions: Positions) -> list[Divergence]:
-    """The tensors that are first wrong, in dataflow order.
+    """The first wrong tensors, in dataflow order.
 
-    With ``ground.limit`` above 0 and none beyond it, those that differ in bits alone are given.
+    With ``ground.limit`` above 0 and no tensor beyond it, return those that differ in bits alone.
     """
     found = _first_wrong(recording, ground, ground.limit) or _first_wrong(recording, ground, 0.0)
     if not found:
@@ -107,31 +106,30 @@ def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Poi
 
 
 def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
-    """The points that are not ``right`` although all that they are made from is, along the flow: forwards up the
-    stages, then backwards down them."""
+    """The wrong points whose sources are all ``right``: up the stages forwards, then down backwards."""
     wrong = [point for point, is_right in right.items() if not is_right]
     found = [point for point in wrong if all(right[parent] for parent in _parents(point, n_stages, right))]
     return sorted(found, key=_flow)
 
 
 def is_right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
-    """Whether what was recorded at ``point`` is what is due there, but for a relative error of ``limit``."""
-    seen, expected = recording.tensors[point], ground.expected[point]
+    """True if the tensors recorded at ``point`` match the expected ones within a relative error of ``limit``."""
+    observed, expected = recording.tensors[point], ground.expected[point]
     if point.where == FLOWED:
         graph = recording.graphs.get((point.stage, point.microbatch), ())
         if any(other != point.microbatch for other in graph):
             return False
         # What is not trained to, no gradient flows into: the module's hooks never fire there.
-        expected = expected[: len(seen)] if all(one is None for one in expected[len(seen) :]) else expected
-    if len(seen) != len(expected):
+        expected = expected[: len(observed)] if all(one is None for one in expected[len(observed) :]) else expected
+    if len(observed) != len(expected):
         return False
-    return all(_alike(one, other, limit) for one, other in zip(seen, expected, strict=True))
+    return all(_is_alike(one, other, limit) for one, other in zip(observed, expected, strict=True))
 
 
-def _alike(seen: Tensor | None, expected: Tensor | None, limit: float) -> bool:
-    if seen is None or expected is None:
-        return seen is expected
-    return agrees(seen, expected.detach().cpu(), limit)
+def _is_alike(observed: Tensor | None, expected: Tensor | None, limit: float) -> bool:
+    if observed is None or expected is None:
+        return observed is expected
+    return agrees(observed, expected.detach().cpu(), limit)
 
 
 def _flow(point: Point) -> tuple[bool, int, int, int]:
@@ -141,15 +139,15 @@ def _flow(point: Point) -> tuple[bool, int, int, int]:
 
 
 def _parents(point: Point, n_stages: int, known: Mapping[Point, bool]) -> Iterator[Point]:
-    """The recorded points that a point's tensors were made from; one that was not recorded is passed over."""
-    for parent in _made_from(point, n_stages):
+    """Recorded sources of a point's tensors, across unrecorded points."""
+    for parent in _sources_of(point, n_stages):
         if parent in known:
             yield parent
         else:
             yield from _parents(parent, n_stages, known)
 
 
-def _made_from(point: Point, n_stages: int) -> Iterator[Point]:
+def _sources_of(point: Point, n_stages: int) -> Iterator[Point]:
     stage, microbatch, where = point
     same: dict[str, tuple[str, ...]] = {}
     same |= {USED: (GIVEN,), MADE: (USED,), OUTPUT: (MADE,), LOSS: (MADE,), KEPT: (USED,), LATE: (RECEIVED,)}
@@ -164,13 +162,13 @@ def _made_from(point: Point, n_stages: int) -> Iterator[Point]:
 
 
 def _divergence(recording: Recording, ground: Ground, known: Known, point: Point, positions: Positions) -> Divergence:
-    seen, expected = recording.tensors[point], ground.expected[point]
+    observed, expected = recording.tensors[point], ground.expected[point]
     graph = [m for m in recording.graphs.get((point.stage, point.microbatch), ()) if m != point.microbatch]
     if point.where == FLOWED and graph:
         text = f"in microbatch {graph[0]}'s activations, expected microbatch {point.microbatch}'s"
         what = Likeness("other", Label(point), Label(Point(point.stage, graph[0], USED)), words=text)
     else:
-        what = _what(seen, expected, point, known)
+        what = _what(observed, expected, point, known)
     kinds = {"F": "F", "B": "BI", "W": "W"}[_ACTION[point.where]]
     texts = [f"{point.stage}{kind}{point.microbatch}" for kind in kinds]
     action = next((text for text in texts if text in positions.slots), texts[0])
@@ -179,10 +177,10 @@ def _divergence(recording: Recording, ground: Ground, known: Known, point: Point
     return Divergence(rank, point, action, slot, what, met, slot or 0)
 
 
-def _what(seen: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
-    for number, (one, other) in enumerate(zip(seen, expected, strict=False)):
-        due = None if other is None else other.detach().cpu()
-        found = likeness(one, due, Label(point, number=number), known=known)
+def _what(observed: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
+    for number, (one, other) in enumerate(zip(observed, expected, strict=False)):
+        right = None if other is None else other.detach().cpu()
+        found = likeness(one, right, Label(point, number=number), known=known)
         if found is not None:
             return found
-    return Likeness("shape", forms=(f"{len(seen)} tensors", f"{len(expected)}"))
+    return Likeness("shape", forms=(f"{len(observed)} tensors", f"{len(expected)}"))

@@ -1,4 +1,4 @@
-"""What an explanation rests on: the broken laws, and of the run that they are about as much as is known."""
+"""Evidence for an explanation: the broken laws, and the known facts about their run."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from pipeproof.explain.divergence import Divergence, Ground, Positions, divergen
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.members import Members
 from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.played import Played, Setup, beside_of, play
+from pipeproof.explain.played import Played, Setup, model_beside, play
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Expected, Gradient
 
@@ -29,7 +29,7 @@ _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 
 class RightOperation(Protocol):
-    """What is known of the right operation, where the run cannot be played again; it begins with ``weights``."""
+    """The right operation for a run that cannot be replayed; it begins with ``weights``."""
 
     @property
     def expected(self) -> Expected: ...
@@ -43,9 +43,9 @@ class RightOperation(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """What one line of ranks did, and what passed the boundaries of its watched stages."""
+    """A line through ranks: observed actions, and tensors at watched boundaries."""
 
-    seen: Observed
+    observed: Observed
     passed: Mapping[int, Passed]
 
 
@@ -55,24 +55,20 @@ _COARSE = "gradients differ by no more than rounding allows: it is so coarse her
 
 @dataclass(frozen=True)
 class Evidence:
-    """A failed verdict with what is known of the run that it is about. A rule names the parts that it needs.
+    """A failed verdict with the known facts about its run. A rule names the parts that it needs.
 
-    What there always is: ``placement`` has the rank of every stage, ``number`` is the operation that disagrees, and
-    ``gradients`` and ``norms`` are those that ranks had in it.
-
-    The parts: ``playable`` is what it takes to play the run again on one device, ``played`` the reference's operations
-    up to this one, and ``due`` what is known of the right operation otherwise; ``beside`` is the model that gives it.
-    ``seen`` is what the ranks did. ``passed`` is what passed the boundaries of watched stages: of one line of ranks;
-    ``others`` are further ones, which hold the same stages. ``earlier_weights``: those that operations before it began
-    with, the latest first, ``with_weights`` what it gives with others than its own, and ``stale`` the calls that were
-    given what those before had. ``members`` are ranks with stages in common. ``clipped_to`` is what somebody says of
-    the step's clipping. ``scale``: how losses are scaled, where they are. ``left_out`` wrong gradients were not kept.
-    ``alike``: all microbatches are the same, and known together alone.
-
-    ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
-    ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
-    option ``renamed_by`` says which they are. ``lengths``: the norms of gradients that are with their ranks alone.
-    What is costly is worked out when first asked for.
+    Always present: ``placement``, the rank of every stage; ``number``, the operation that disagrees; ``gradients`` and
+    ``norms``, observed in it. The parts: ``playable``: the setup to play the run again on one device; ``played``: the
+    reference's operations up to this one; ``right``: the right operation from elsewhere; ``beside``: the model that
+    gives it. ``run``: the ranks' actions. ``passed``: tensors at the boundaries of watched stages, of one line of
+    ranks; ``others``: further lines with the same stages. ``earlier_weights``: initial weights of operations before it,
+    latest first; ``with_weights``: the result with other weights; ``stale``: calls with inputs of earlier ones.
+    ``members``: ranks with stages in common. ``clipped_to``: the declared norm for clipping. ``scale``: the loss scale,
+    if any. ``left_out``: the number of wrong gradients too large to keep. ``alike``: all microbatches are equal, and
+    only their sum is known. ``unseen``: unobserved stages; ``traced``: stages that the step itself describes;
+    ``frozen``: stages without gradient flow. ``strange``: the reference lacks some parameters, and the option
+    ``renamed_by`` maps them. ``lengths``: norms of gradients that stay with their ranks. Costly parts are computed on
+    first use.
     """
 
     verdict: Verdict
@@ -84,9 +80,9 @@ class Evidence:
     number: int = 0
     operation: str = "train"
     playable: Setup | None = None
-    due: RightOperation | None = None
+    right: RightOperation | None = None
     beside: ModelBeside | None = None
-    seen: Observed | None = None
+    run: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
     earlier_weights: Sequence[Mapping[str, Tensor]] = ()
@@ -98,7 +94,7 @@ class Evidence:
     clipped_to: float | None = None
     scale: LossScale | None = None
     unseen: frozenset[int] = frozenset()
-    told: frozenset[int] = frozenset()
+    traced: frozenset[int] = frozenset()
     frozen: range = range(0)
     strange: bool = False
     renamed_by: str = ""
@@ -107,7 +103,7 @@ class Evidence:
     _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, look: "Callable[[Evidence], Found]") -> Found:
-        """What ``look`` finds here: it is costly, and several rules ask for it."""
+        """Cache a costly result that several rules need."""
         if look not in self._found:
             self._found[look] = look(self)
         return self._found[look]  # type: ignore[no-any-return]
@@ -119,8 +115,8 @@ class Evidence:
 
     @property
     def observed(self) -> Observed:
-        assert self.seen is not None, "asked for by rules that need it"
-        return self.seen
+        assert self.run is not None, "asked for by rules that need it"
+        return self.run
 
     @property
     def stages(self) -> int:
@@ -128,16 +124,16 @@ class Evidence:
 
     @property
     def sizes(self) -> Mapping[Site, float]:
-        """The norms of gradients."""
+        """Gradient norms by site."""
         known = {site: float(one.double().norm()) for site, one in self.gradients.items() if one is not None}
         return known or self.lengths
 
     def holders(self, stage: int) -> list[int]:
-        """The ranks that hold ``stage``."""
+        """Return the ranks that hold ``stage``."""
         return ([] if self.members is None else self.members.ranks(stage)) or [self.placement[stage]]
 
-    def held(self, rank: int) -> frozenset[Site] | None:
-        """Whose gradients ``rank`` has; None where it has parts of some, or where nobody knows."""
+    def held_sites(self, rank: int) -> frozenset[Site] | None:
+        """Return gradient sites on ``rank``; None with partial parameters, or if unknown."""
         if self.members is None:
             return frozenset(site for site in self.gradients if self.placement[site[0]] == rank)
         own = [(name, one) for name, every in self.members.held.items() for one in every if one.rank == rank]
@@ -145,47 +141,47 @@ class Evidence:
         return None if any(one.where is not None for _, one in own) else frozenset(sites)
 
     def _site(self, name: str) -> Site:
-        """Where a parameter is that is known in one stage of several."""
+        """Find a parameter's site by name."""
         return next(site for site in self.gradients if site[1] == name)
 
     @property
     def lines(self) -> "list[Evidence]":
-        """This, and the same as each other line of ranks shows it."""
+        """This evidence, and a copy for each further line through ranks."""
         return [self, *(self._along(line) for line in self.others)]
 
     def _along(self, line: Line) -> "Evidence":
-        placement = line.seen.schedule.placement
-        return replace(self, seen=line.seen, passed=line.passed, placement=placement, others=())
+        placement = line.observed.schedule.placement
+        return replace(self, run=line.observed, passed=line.passed, placement=placement, others=())
 
     @property
     def used(self) -> Mapping[str, int]:
-        """By parameter, when the module ends that uses it in the reference, where that is known."""
+        """By parameter, when the reference's module with it ends, if known."""
         ended = {} if self.beside is None else self.beside.modules
         return {name: ended.get(name.rpartition(".")[0], 0) for _, name in self.expected.gradients if ended}
 
     @property
     def max_norm(self) -> float | None:
-        """What gradients are clipped to, where somebody says so."""
+        """The declared clipping norm, if any."""
         return self.clipped_to if self.playable is None else self.playable.max_norm(self.number)
 
     @cached_property
     def concerned(self) -> range:
-        """The operations whose gradients the failing one uses; an error may lie in any of them."""
+        """Operations whose gradients the failing operation uses; an error may lie in any."""
         updates = [k for k in range(self.number) if self.setup.plan[k] == "train"]
         return range(updates[-1] + 1 if updates else 0, self.number + 1)
 
     @property
     def expected(self) -> Expected:
-        """What the failing operation must give."""
-        return self.played[self.number].expected if self.due is None else self.due.expected
+        """Expected results for the failing operation."""
+        return self.played[self.number].expected if self.right is None else self.right.expected
 
     @cached_property
     def recording(self) -> Recording | None:
-        """The failing operation's; None where the run was not recorded."""
-        return self.recorded(self.number) if self.playable is not None and self.seen is not None else None
+        """The failing operation's recording, if any."""
+        return self.recording_of(self.number) if self.playable is not None and self.run is not None else None
 
-    def recorded(self, number: int) -> Recording | None:
-        """That of an operation concerned."""
+    def recording_of(self, number: int) -> Recording | None:
+        """Return the recording for operation ``number``, if concerned."""
         return self._recordings.get(number)
 
     @cached_property
@@ -194,18 +190,18 @@ class Evidence:
 
     @property
     def limit(self) -> float:
-        """The largest relative error that rounding explains, as the laws measured it."""
+        """The largest relative error within rounding, from the laws' measurements."""
         least = PRECISIONS[self.setup.dtype].least
         return max([least, *(m.limit for m in self.verdict.mismatches if m.limit is not None)])
 
     @cached_property
     def divergences(self) -> list[Divergence]:
-        """What is first wrong in the first operation concerned that has any."""
+        """The first wrong tensors in the first operation concerned with any."""
         return self._first[1]
 
     @property
     def diverged(self) -> int:
-        """The operation that the divergences are of."""
+        """The operation with the divergences."""
         return self._first[0]
 
     @cached_property
@@ -215,25 +211,25 @@ class Evidence:
 
     @cached_property
     def shared(self) -> frozenset[Site]:
-        """The copies of parameters that several stages hold."""
+        """Sites that hold shared parameters."""
         return frozenset(site for copies in self.tied for site in copies)
 
     @cached_property
     def tied(self) -> list[list[Site]]:
-        """For each parameter that several stages hold, its copies."""
+        """Copies by shared parameter."""
         return [list(copies.items()) for copies in copies_apart(self.played[0].model, self.setup.owner)]
 
     @cached_property
     def attribution(self) -> Attribution | None:
-        """What the gradients of the update that the failing operation is part of are made of.
+        """Attribution for the update with the failing operation.
 
-        None without one, where gradients are right and nothing else can be asked, and where ranks have shards of sums
-        that differ: together these are of no one sum.
+        None without one, if gradients are right and no other source exists, and if ranks have shards of sums that
+        differ: together they belong to no common sum.
         """
         if not self.differs("replicas") and self.shards_apart:
             return None
-        if self.due is not None:
-            return attribute(self.due.update) if self.gradients and any(map(self.differs, _OF_GRADIENTS)) else None
+        if self.right is not None:
+            return attribute(self.right.update) if self.gradients and any(map(self.differs, _OF_GRADIENTS)) else None
         updates = [k for k in range(self.number, len(self.setup.plan)) if self.setup.plan[k] == "train"]
         if not updates:
             return None
@@ -242,19 +238,19 @@ class Evidence:
 
     @cached_property
     def makeups(self) -> Mapping[str, Makeup]:
-        """By parameter, what is known of the gradients of all ranks that hold it."""
+        """By parameter, counts in the gradients on all holding ranks."""
         return {} if self.members is None else makeups(self.members, self.expected)
 
     @property
     def shards_apart(self) -> bool:
-        """Whether ranks' parts of gradients are not made of microbatches alike."""
+        """True if gradient shards differ in their counts."""
         return (
             self.members is not None and self.members.in_shards and not all(one.alike for one in self.makeups.values())
         )
 
     @property
     def unexplained(self) -> tuple[str, ...]:
-        """What attribution says of gradients that it finds nothing for, and what it could not try."""
+        """Unexplained gradients, and attempts left out."""
         found = self.attribution
         if found is None:
             return ()
@@ -262,50 +258,51 @@ class Evidence:
             return ("all microbatches are the same: a multiple of their sum may be a sum of fewer, or more, of them",)
         if found.right and self.differs("gradient"):
             return (_MADE_RIGHT if self._beyond_rounding else _COARSE,)
-        untried = getattr(self.due.update.now, "unpaired", "") if self.due is not None and found.unknown else ""
+        untried = getattr(self.right.update.now, "unpaired", "") if self.right is not None and found.unknown else ""
         return tuple(filter(None, (*found.unknown, untried)))
 
     @property
     def _beyond_rounding(self) -> bool:
-        """Whether any gradient is off by more than rounding allows."""
+        """True if any gradient differs beyond rounding."""
         return any(m.law == "gradient" and not m.within for m in self.verdict.mismatches)
 
-    def flowed_right(self, stages: Collection[int], factor: float | None) -> bool:
-        """Whether every output gradient of these stages was compared, and was not ``factor`` times what it should be.
+    def is_flow_right(self, stages: Collection[int], factor: float | None) -> bool:
+        """True if every output gradient to these stages was compared, and differs from ``factor`` times the right
+        value.
 
-        With replicas they may pass as those of one or as those of all.
+        With replicas they may pass as one replica's or as the sum of all.
         """
         replicas = 1 if self.members is None else self.members.replicas.count
-        if self.seen is None or factor in (float(replicas), 1 / replicas):
+        if self.run is None or factor in (float(replicas), 1 / replicas):
             return False
-        crossings = [one for one in self.seen.crossings(self.number) if one.where == RECEIVED]
+        crossings = [one for one in self.run.crossings(self.number) if one.where == RECEIVED]
         right = {(one.action.stage, one.action.microbatch) for one in crossings if one.judged and one.same}
         wrong = {one.action.stage for one in crossings if not one.same}
         every = {(stage, microbatch) for stage in stages for microbatch in range(self.microbatches)}
         return bool(every) and right >= every and wrong.isdisjoint(stages)
 
     def backwards(self, stage: int) -> Sequence[int]:
-        """The microbatches whose backwards added to the gradients of ``stage``, in order; empty where nobody saw it."""
+        """Microbatches whose backwards added to the gradients on ``stage``, in order; empty if unobserved."""
         if self.recording is not None:
             return self.recording.adders.get(stage, ())
-        return () if self.seen is None else self.seen.backwards(self.number).get(stage, ())
+        return () if self.run is None else self.run.backwards(self.number).get(stage, ())
 
     def differs(self, law: str) -> bool:
-        """Whether ``law`` has a mismatch."""
+        """True if ``law`` failed anywhere."""
         return any(mismatch.law == law for mismatch in self.verdict.mismatches)
 
     def wrong(self, *laws: str) -> frozenset[Site]:
-        """The parameters of which any of ``laws`` has a mismatch, and more than rounding alone may be."""
+        """Sites where any law fails beyond rounding."""
         found = [m for m in self.verdict.mismatches if m.law in laws and not m.within]
         return frozenset((m.stage, m.parameter) for m in found if m.stage is not None and m.parameter is not None)
 
     def ground(self, number: int) -> Ground:
-        """What a recording of operation ``number`` is held against."""
+        """Reference tensors for a recording of operation ``number``."""
         earlier = [one.tensors() for one in reversed(self.played[:number])]
         return Ground(self.played[number].tensors(), earlier, self.limit)
 
     def _divergences(self, number: int) -> list[Divergence]:
-        recording = self.recorded(number)
+        recording = self.recording_of(number)
         if recording is None:
             return []
         ground = self.ground(number)
@@ -315,7 +312,7 @@ class Evidence:
 
 
 def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:
-    """All that is known of a run of our own: its ranks said what they did, and it can be played again."""
+    """Collect evidence from our own run: ranks report their actions, and it can be replayed."""
     number = failing(verdict)
     played = play(setup, observed, number)
     return Evidence(
@@ -329,11 +326,11 @@ def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:
         operation=setup.plan[number],
         playable=setup,
         played=played,
-        beside=beside_of(setup, played[number]),
-        seen=observed,
+        beside=model_beside(setup, played[number]),
+        run=observed,
     )
 
 
 def failing(verdict: Verdict) -> int:
-    """The operation that disagrees."""
+    """The first operation with a mismatch."""
     return min(mismatch.operation for mismatch in verdict.mismatches) - 1

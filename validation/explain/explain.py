@@ -1,10 +1,10 @@
-"""From what disagrees to the fault that explains it.
+"""From a mismatch to its fault.
 
-Evidence is followed along the way that a gradient takes: the order of actions, the tensors at the boundaries, each
-microbatch's addition to the sums, the reduction of tied parameters, the norm, the clipping, the update, the report. The
-first link that broke is the cause; what comes after it is consequence, and the sound links before it are ruled out.
-A rule is followed where there is the evidence that it needs, whoever made it: our own ranks, a foreign step, a record.
-Where nothing was recorded, what the final gradients are made of stands for the links that only a recording shows.
+Rules follow the way of a gradient: the order of actions, the tensors at the boundaries, each microbatch's addition to
+the sums, the reduction of tied parameters, the norm, the clipping, the update, the report. The first broken link is the
+cause; anything after it is consequence, and the sound links before it are ruled out. A rule applies to any source of
+its evidence: our own ranks, a foreign step, a record. Without a recording, the composition of the final gradients
+stands for the links that only a recording shows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,112 +19,112 @@ from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.explain.evidence import Evidence, of_run
 from pipeproof.explain.own_lines import with_lines
 from pipeproof.explain.played import Setup
-from pipeproof.explain.rule import Rule, clears, followed
-from pipeproof.explain.rules.attributed import attributed, in_part, unexplained
+from pipeproof.explain.rule import Rule, clears, follow_rules
+from pipeproof.explain.rules.attributed import attribute_gradients, in_part, list_unexplained
 from pipeproof.explain.rules.besides import besides, besides_backwards
 from pipeproof.explain.rules.boundaries import boundaries
 from pipeproof.explain.rules.calls import calls
 from pipeproof.explain.rules.laws import buffers, nameless, no_update, partition
 from pipeproof.explain.rules.norms import norm, of_no_known_norm
 from pipeproof.explain.rules.passages import passages, sound
-from pipeproof.explain.rules.places import placed
-from pipeproof.explain.rules.report import outputs, report, unreported, untold
-from pipeproof.explain.rules.shared import apart, shared
+from pipeproof.explain.rules.places import place_cause
+from pipeproof.explain.rules.report import list_unreported, outputs, report, untold
+from pipeproof.explain.rules.shared import explain_shared, list_apart
 from pipeproof.explain.rules.update import update
 from pipeproof.explain.rules.weights import old_weights, other_weights, stale, weights
-from pipeproof.explain.sights import measured
+from pipeproof.explain.sights import measure
 from pipeproof.explain.uncovered import with_uncovered
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
-    """``verdict`` on a run of our own with its causes, the likeliest first."""
-    if verdict.verdict == "pass" or not verdict.mismatches:
+    """Add causes to the ``verdict`` on our own run, likeliest first."""
+    if verdict.outcome == "pass" or not verdict.mismatches:
         return verdict
-    return explained(of_run(setup, observed, verdict))
+    return explain_verdict(of_run(setup, observed, verdict))
 
 
-def explained(evidence: Evidence) -> Verdict:
-    """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
+def explain_verdict(evidence: Evidence) -> Verdict:
+    """Add causes to the verdict, likeliest first, if the evidence decides."""
     if any(gradient is not None and gradient.is_complex() for gradient in evidence.gradients.values()):
         return replace(evidence.verdict, undecided=(UNSOUGHT,))
     with one_thread():
-        found = followed(evidence, RULES)
+        found = follow_rules(evidence, RULES)
         or_message = any(cause.kind == "wrong-message" for one in found.alternatives for cause in one)
-        located = [placed(cause, evidence) for cause in found.cause]
+        located = [place_cause(cause, evidence) for cause in found.causes]
         found = replace(
             found,
-            cause=tuple(with_lines(cause, evidence, or_message=or_message) for cause in located),
-            alternatives=tuple(tuple(placed(cause, evidence) for cause in one) for one in found.alternatives),
+            causes=tuple(with_lines(cause, evidence, or_message=or_message) for cause in located),
+            alternatives=tuple(tuple(place_cause(cause, evidence) for cause in one) for one in found.alternatives),
         )
-        found = replace(with_uncovered(found, evidence), measured=measured(evidence, found))
+        found = replace(with_uncovered(found, evidence), measured=measure(evidence, found))
         if not evidence.left_out or not evidence.attribution:
             return found
-    untold = f"{evidence.left_out} more wrong gradients were not looked at, for they are too large to be kept"
+    untold = f"{evidence.left_out} more wrong gradients were not examined: they are too large to keep"
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
-    """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
+def explain_safely(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
+    """Return ``look()``, the explained ``verdict``; if it raises, the same verdict with a note of the crash.
 
-    What fails never depends on an explanation, in which code of the user's own may run. Of what is unknown, causes that
-    leave something open are no explanation.
+    What fails never depends on an explanation, in which code of the user's own may run. For an unknown verdict, causes
+    that leave something open are no explanation.
     """
     try:
         found = look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
-        return verdict.without_cause(Crash.of(error))
-    if found.verdict == "unknown" and found.cause and found.undecided:
-        return replace(found, cause=(), alternatives=(), cells=None)
+        return verdict.drop_cause(Crash.of(error))
+    if found.outcome == "unknown" and found.causes and found.undecided:
+        return replace(found, causes=(), alternatives=(), cells=None)
     return found
 
 
-def _begun(evidence: Evidence) -> bool:
-    """Whether anything is known of what the run began with."""
-    return evidence.seen is not None and (evidence.playable is not None or bool(evidence.seen.before(evidence.number)))
+def _has_begun(evidence: Evidence) -> bool:
+    """True with known initial values."""
+    return evidence.run is not None and (evidence.playable is not None or bool(evidence.run.before(evidence.number)))
 
 
-def _watched(evidence: Evidence) -> bool:
-    return evidence.seen is not None and evidence.seen.watched and len(evidence.unseen) < evidence.stages
+def _is_watched(evidence: Evidence) -> bool:
+    return evidence.run is not None and evidence.run.watched and len(evidence.unseen) < evidence.stages
 
 
-def _passed(evidence: Evidence) -> bool:
-    return evidence.seen is not None and bool(evidence.seen.crossings(evidence.number))
+def _has_passed(evidence: Evidence) -> bool:
+    return evidence.run is not None and bool(evidence.run.crossings(evidence.number))
 
 
-def _recorded(evidence: Evidence) -> bool:
+def _is_recorded(evidence: Evidence) -> bool:
     return evidence.recording is not None
 
 
-def _held_together(evidence: Evidence) -> bool:
-    """Whether several ranks have something in common."""
+def _has_members(evidence: Evidence) -> bool:
+    """True if several ranks share a parameter."""
     return evidence.members is not None and evidence.members.shared
 
 
 def _agree(evidence: Evidence) -> RuledOut | None:
-    """Ranks with a stage in common have the same; of shards that says nothing of sums."""
+    """Ranks with a common stage agree; for shards this excludes nothing."""
     kinds = () if evidence.members is not None and evidence.members.in_shards else ("not-reduced",)
-    told = clears("replicas", kinds, "ranks that have a stage in common agree")(evidence)
-    return None if evidence.differs("presence") else told
+    excluded = clears("replicas", kinds, "ranks that have a stage in common agree")(evidence)
+    return None if evidence.differs("presence") else excluded
 
 
-def _entered(law: str) -> Callable[[Evidence], bool]:
-    """Whether ``law`` was looked at."""
+def _has_entered(law: str) -> Callable[[Evidence], bool]:
+    """True if ``law`` compared anything."""
     return lambda evidence: evidence.playable is not None or evidence.verdict.law(law).checked > 0
 
 
 def _began(evidence: Evidence) -> RuledOut | None:
-    """Every parameter was seen as the operation began, and is the model's."""
+    """Every parameter was observed at the start, and equals the model's."""
     if evidence.playable is None:
         if evidence.verdict.law("initial-weights").note:
-            return None  # some were not seen before they were used
+            return None  # some were not observed before they were used
         return clears("initial-weights", (), "every stage began with the model's parameters")(evidence)
     if evidence.recording is None or not evidence.recording.parameters.keys() >= evidence.expected.gradients.keys():
         return None
     return RuledOut((), "every stage began with the model's parameters", len(evidence.recording.parameters))
 
 
-def _ran(evidence: Evidence) -> RuledOut | None:
-    """Every stage was watched, and it is known of every call which microbatch it was about."""
+def _rule_out_calls(evidence: Evidence) -> RuledOut | None:
+    """Every stage was watched, with a known microbatch for every call."""
     untold = any(flow.untold or flow.mixed or any(flow.extra) for flow in evidence.passed.values())
     orderly = evidence.playable is not None or _orderly(evidence)
     if evidence.unseen or untold or not orderly or evidence.verdict.law("microbatches").note:
@@ -134,58 +134,58 @@ def _ran(evidence: Evidence) -> RuledOut | None:
 
 
 def _orderly(evidence: Evidence) -> bool:
-    """Whether every watched stage ran as it should, or nobody knows better."""
+    """True if every watched stage ran in order, or in an unknown order."""
     number, every, untold = evidence.number, list(range(evidence.microbatches)), evidence.unseen
     forwards, backwards = evidence.observed.forwards(number), evidence.observed.backwards(number)
     orders = [(forwards, untold), (backwards, {*untold, *evidence.frozen})]
     once = all(sorted(order) == every for ran, left in orders for stage, order in ran.items() if stage not in left)
-    return once and all(training for _, training in evidence.observed.called(number))
+    return once and all(training for _, training in evidence.observed.calls(number))
 
 
-def _crossed(evidence: Evidence) -> RuledOut | None:
-    """Every boundary tensor was recorded, and is the reference's."""
-    due, recording = set(evidence.played[evidence.number].tensors()), evidence.recording
+def _rule_out_crossings(evidence: Evidence) -> RuledOut | None:
+    """Every boundary tensor was recorded, and equals the reference's."""
+    expected, recording = set(evidence.played[evidence.number].tensors()), evidence.recording
     if recording is None:
         return None
     if not any(point.where == LATE for point in recording.tensors):  # no backward was split
-        due = {point for point in due if point.where != LATE}
-    if not recording.tensors.keys() >= due:
+        expected = {point for point in expected if point.where != LATE}
+    if not recording.tensors.keys() >= expected:
         return None
-    return RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", len(due))
+    return RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", len(expected))
 
 
-def _beside(evidence: Evidence) -> Sequence[RuledOut]:
+def _rule_out_beside(evidence: Evidence) -> Sequence[RuledOut]:
     found = evidence.attribution
     return found.ruled_out if found is not None and found.causes else ()
 
 
 def _right(evidence: Evidence) -> RuledOut | None:
-    """Every gradient is there, and what it should be."""
+    """Every gradient exists and equals the expected one."""
     kinds = ("scale", "sign", "dropped", "doubled")
-    told = clears("gradient", kinds, "every gradient that was compared is what it should be")(evidence)
-    return None if evidence.differs("presence") else told
+    excluded = clears("gradient", kinds, "every gradient that was compared is what it should be")(evidence)
+    return None if evidence.differs("presence") else excluded
 
 
 # In the order of the flow.
 RULES: tuple[Rule, ...] = (
     Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
-    Rule(weights, _began, _begun, left=other_weights),
-    Rule(calls, _ran, _watched, besides=besides_backwards),
-    Rule(boundaries, _crossed, _recorded, besides=besides),
+    Rule(weights, _began, _has_begun, left=other_weights),
+    Rule(calls, _rule_out_calls, _is_watched, besides=besides_backwards),
+    Rule(boundaries, _rule_out_crossings, _is_recorded, besides=besides),
     Rule(stale),
     Rule(old_weights),
-    Rule(passages, sound, _passed, besides=besides),
-    Rule(shared, _agree, _held_together, apart),
+    Rule(passages, sound, _has_passed, besides=besides),
+    Rule(explain_shared, _agree, _has_members, list_apart),
     Rule(no_update),
-    Rule(attributed, _right, left=unexplained, beside=_beside, besides=in_part),
+    Rule(attribute_gradients, _right, left=list_unexplained, beside=_rule_out_beside, besides=in_part),
     Rule(
         norm,
         clears("grad-norm", ("norm",), "the norm is that of the gradients"),
-        _entered("grad-norm"),
+        _has_entered("grad-norm"),
         of_no_known_norm,
     ),
     Rule(update, clears("updated-parameters", ("clip", "update"), "the optimizer did what it should")),
     Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
-    Rule(report, clears("loss", ("report",), "every reported loss is right"), left=unreported),
+    Rule(report, clears("loss", ("report",), "every reported loss is right"), left=list_unreported),
     Rule(outputs, clears("outputs", (), "every named output is right"), left=untold),
 )

@@ -1,4 +1,4 @@
-"""What a stage's gradients are made of: coefficients of the terms that leave nothing but rounding."""
+"""Coefficients for a stage's gradients: terms that leave only rounding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,12 @@ from pipeproof.reference.step import Gradient, Stage
 
 @dataclass(frozen=True)
 class Explanation:
-    """One stage's gradients as coefficients of terms; nominal terms are listed even where they are 0.
+    """A stage's gradients as coefficients on terms, with zeros for missing nominal terms.
 
-    ``residual`` is relative, ``limit`` what rounding may leave. ``explained``: it is rounding. ``undecided`` are terms
-    whose coefficients could be others as well. ``wrong`` are the atoms that "flow" terms are numbered by, ``names`` the
-    parameters that were compared, and ``odd`` those that the coefficients do not hold for. ``whole``: what every
-    parameter of the stage is, such as missing. ``unfounded``: the reference's own microbatches do not add up to its own
-    gradients, so nothing can be taken apart.
+    ``residual`` is relative; ``limit``: its bound by rounding; ``explained``: it is rounding. ``undecided``: terms with
+    ambiguous coefficients. ``wrong``: the atoms that "flow" terms number; ``names``: the parameters compared; ``odd``:
+    those that deviate from the coefficients. ``whole``: the common state of every parameter, such as missing.
+    ``unfounded``: the reference's own microbatches do not add up to its gradients, so nothing can be decomposed.
     """
 
     stage: Stage
@@ -38,23 +37,22 @@ class Explanation:
 
     @property
     def complete(self) -> bool:
-        """Whether it says something of every parameter."""
+        """True if every parameter has an explanation."""
         return self.explained and all(one.is_known for one in self.odd)
 
     def is_by_chance(self, other: "Explanation", lead: float) -> bool:
-        """Whether its one factor of all is only near to that of the ``other``, which leaves far less.
+        """True if the single factor only approximates the ``other`` one, which leaves far less.
 
-        ``lead``: how far, relative to it, rounding may lead from one factor to another. That all is there once is never
-        by chance.
+        ``lead``: how far, relatively, rounding may move a factor. Coefficients of 1 are never by chance.
         """
-        told, better = (set(one.coefficients.values()) for one in (self, other))
-        if len(told) != 1 or len(better) != 1 or told <= {0.0, 1.0, -1.0}:
+        own, better = (set(one.coefficients.values()) for one in (self, other))
+        if len(own) != 1 or len(better) != 1 or own <= {0.0, 1.0, -1.0}:
             return False
-        apart = abs(min(told) - min(better)) > lead * abs(min(better))
+        apart = abs(min(own) - min(better)) > lead * abs(min(better))
         return apart and self.residual > CLEARLY * other.residual
 
-    def predicted(self, name: str) -> Gradient:
-        """What the coefficients make of parameter ``name``; None where no atom says anything."""
+    def predict(self, name: str) -> Gradient:
+        """Predict a parameter's gradient from the coefficients; None if no atom contributes."""
         terms = [(self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
         parts = [c * gradient for c, gradient in terms if gradient is not None and c]
         return torch.stack(parts).sum(dim=0) if parts else None

@@ -1,4 +1,4 @@
-"""Tensors of the reference, found again by their content: what a wrong tensor may really be, or be made of."""
+"""Tensors of the reference, indexed by content to identify a wrong tensor."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -19,23 +19,23 @@ Owned = tuple[list[Label], Tensor]
 
 
 class Alike:
-    """Tensors of one shape and type, none of them zero (N)."""
+    """Nonzero tensors with a common shape and type (N)."""
 
     def __init__(self) -> None:
         self.owned: list[Owned] = []
 
-    def near(self, seen: Tensor, limit: float) -> Iterator[Owned]:
-        """Those within ``limit`` of ``seen``, relative to their size."""
+    def find_near(self, observed: Tensor, limit: float) -> Iterator[Owned]:
+        """Tensors within ``limit`` of ``observed``, relative to their size."""
         if limit > TELLING:
             return
-        gaps = (self._few - _few(seen)).abs().amax(dim=1)
+        gaps = (self._few - _few(observed)).abs().amax(dim=1)
         likely = (gaps <= limit * self._largest * _ROUNDING).nonzero().flatten().tolist()
-        yield from (self.owned[k] for k in likely if error(seen, self.owned[k][1]) <= limit)
+        yield from (self.owned[k] for k in likely if error(observed, self.owned[k][1]) <= limit)
 
-    def beside(self, own: Tensor, seen: Tensor) -> Iterator[Owned]:
-        """Those with which ``own`` leaves little of ``seen``, as far as a few elements tell; all in one go."""
+    def find_beside(self, own: Tensor, observed: Tensor) -> Iterator[Owned]:
+        """Find tensors that explain ``observed`` beside ``own``, by a few elements, in a single pass."""
         base = _unit(_few(own)[None])[0]
-        target = _few(seen)
+        target = _few(observed)
         rest, rows = target - (target @ base) * base, self._few - (self._few @ base)[:, None] * base
         unit = _unit(rows)
         left = (rest - (unit @ rest)[:, None] * unit).norm(dim=1)
@@ -48,12 +48,12 @@ class Alike:
 
     @cached_property
     def _largest(self) -> Tensor:
-        """The largest element of each (N)."""
+        """Largest elements (N)."""
         return torch.stack([tensor.abs().amax().double() for _, tensor in self.owned])
 
 
 class Known:
-    """Tensors with their labels. Those with the same bits are one tensor of several labels."""
+    """Tensors with their labels; equal bits share a tensor with several labels."""
 
     def __init__(self, tensors: Iterable[tuple[Label, Tensor]] = ()) -> None:
         self._labels: dict[bytes, list[Label]] = {}
@@ -65,25 +65,25 @@ class Known:
                     self._alike.setdefault(form(tensor), Alike()).owned.append((labels, tensor))
                 labels.append(label)
 
-    def find(self, seen: Tensor, at: Label, *, limit: float) -> Label | None:
-        """Whose ``seen`` is: the nearest of those with its bits, or else within ``limit`` of it."""
-        labels = self._labels.get(_digest(seen), [])
-        if not labels and seen.is_floating_point():
-            labels = [label for some, _ in self.like(seen).near(seen, limit) for label in some]
+    def find(self, observed: Tensor, at: Label, *, limit: float) -> Label | None:
+        """Label the nearest tensor with the same bits, or else within ``limit``."""
+        labels = self._labels.get(_digest(observed), [])
+        if not labels and observed.is_floating_point():
+            labels = [label for some, _ in self.like(observed).find_near(observed, limit) for label in some]
         return nearest(labels, at)
 
-    def like(self, seen: Tensor) -> Alike:
-        """All tensors of ``seen``'s shape and type."""
-        return self._alike.get(form(seen), _NONE)
+    def like(self, observed: Tensor) -> Alike:
+        """All tensors of ``observed``'s shape and type."""
+        return self._alike.get(form(observed), _NONE)
 
-    def within(self, seen: Tensor, chosen: Tensor) -> "Known":
-        """The ``chosen`` elements of those that have ``seen``'s shape and type."""
-        parts = [(label, one[chosen]) for labels, one in self.like(seen).owned for label in labels]
+    def narrow(self, observed: Tensor, chosen: Tensor) -> "Known":
+        """The ``chosen`` elements of tensors with ``observed``'s shape and type."""
+        parts = [(label, one[chosen]) for labels, one in self.like(observed).owned for label in labels]
         return Known(parts)
 
 
 def nearest(labels: Iterable[Label], at: Label) -> Label | None:
-    """The one of ``labels`` that is nearest to ``at``."""
+    """The label nearest to ``at``."""
     return min(labels, default=None, key=lambda label: _distance(label, at))
 
 
@@ -95,10 +95,10 @@ def form(tensor: Tensor) -> str:
 class _Nothing(Alike):
     """No tensors."""
 
-    def near(self, seen: Tensor, limit: float) -> Iterator[Owned]:
+    def find_near(self, observed: Tensor, limit: float) -> Iterator[Owned]:
         return iter(())
 
-    def beside(self, own: Tensor, seen: Tensor) -> Iterator[Owned]:
+    def find_beside(self, own: Tensor, observed: Tensor) -> Iterator[Owned]:
         return iter(())
 
 
@@ -114,7 +114,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _is_telling(tensor: Tensor) -> bool:
-    """Whether it is no chance if another tensor has this content."""
+    """True if equal content proves identity."""
     if tensor.numel() == 1:
         return not tensor.is_floating_point() and abs(int(tensor)) > _SMALL
     return bool(tensor.any())

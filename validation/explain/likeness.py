@@ -1,7 +1,7 @@
-"""What is this tensor instead of what it should be? One ordered list of tests, for boundaries and gradients.
+"""Identify a wrong tensor. One ordered list of tests, for boundaries and gradients.
 
-The surest come first: that something is not there, that it is another's, what shows in every element; then what takes
-a combination of tensors. Each says nothing unless chance is ruled out. ``sketches`` has those for a few of its numbers.
+The surest come first: absence, another's tensor, changes of every element; then combinations of tensors. Each test
+answers only if chance is ruled out. ``sketches`` has tests for a few of a tensor's numbers.
 """
 
 import math
@@ -18,14 +18,14 @@ from pipeproof.core.observe.recording import Point
 from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.explain.known import Known, form, nearest
 from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW
-from pipeproof.explain.reordering import by_chance, reordered
-from pipeproof.explain.rounding import rounded_as
+from pipeproof.explain.reordering import by_chance, is_reordered
+from pipeproof.explain.rounding import find_rounding
 from pipeproof.explain.solver import (
     choices,
     conclusive,
     fit,
     simple,
-    told_within,
+    tell_within,
 )
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
@@ -35,37 +35,37 @@ _HERE = Label(Point(-1, -1, ""))
 
 @dataclass(frozen=True)
 class _Asked:
-    """A tensor that is not what it should be. ``limit``: the relative error that rounding may leave of any tensor."""
+    """A wrong tensor. ``limit``: the relative error that rounding may leave of any tensor."""
 
-    seen: Tensor
-    due: Tensor
+    observed: Tensor
+    expected: Tensor
     at: Label
     known: Known
     limit: float
 
     @cached_property
     def one(self) -> Tensor:
-        """What was seen, in fp64."""
-        return self.seen.double()
+        """The observed tensor, in fp64."""
+        return self.observed.double()
 
     @cached_property
     def two(self) -> Tensor:
-        """What is due, in fp64."""
-        return self.due.double()
+        """The expected tensor, in fp64."""
+        return self.expected.double()
 
     @cached_property
     def wrong(self) -> Tensor:
-        """The elements that rounding does not explain."""
+        """Mask the elements beyond rounding."""
         allowed = self.limit * self.two.abs().max()
         return ~((self.one == self.two) | ((self.one - self.two).abs() <= allowed))
 
     @cached_property
     def telling(self) -> Tensor:
-        """The elements that show whether they are right: the others are as small as rounding."""
+        """Mask the elements large enough to judge: rounding hides smaller ones."""
         return self.two.abs() > CLEARLY * self.limit * self.two.abs().max()
 
     def but_for(self, wrong: Tensor) -> bool:
-        """Whether it is no chance that all that is not ``wrong`` is right."""
+        """True if everything outside ``wrong`` matches beyond chance."""
         right = int((self.telling & ~wrong).sum())
         gap = (self.one - self.two).nan_to_num(nan=1e30, posinf=1e30, neginf=1e30)
         if not right or bool(wrong.all()):
@@ -74,53 +74,59 @@ class _Asked:
         return conclusive(right, used=0, atoms=1, limit=chance, ways=choices(right, of=int(self.telling.sum())))
 
     def inside(self, wrong: Tensor) -> "_Asked":
-        """The same of some elements, where rounding leaves as much as in the largest of all."""
+        """Restrict the comparison to some elements; rounding stays relative to the largest element overall."""
         size, rest = self.two.abs().max() * int(wrong.sum()) ** 0.5, self.two[wrong].norm()
         limit = min(1.0, self.limit * (size / rest).item()) if rest else 1.0
-        return _Asked(self.seen[wrong], self.due[wrong], self.at, self.known.within(self.seen, wrong), limit)
+        return _Asked(
+            self.observed[wrong], self.expected[wrong], self.at, self.known.narrow(self.observed, wrong), limit
+        )
 
 
 Test = Callable[[_Asked], Likeness | None]
 
 
 def likeness(
-    seen: Tensor | None,
-    due: Tensor | None,
+    observed: Tensor | None,
+    expected: Tensor | None,
     at: Label = _HERE,
     *,
     known: Known | None = None,
     limit: float = 0.0,
     rounding: float = 0.0,
 ) -> Likeness | None:
-    """What ``seen`` is in place of ``due``; None where it is that bit for bit, or up to ``limit``.
+    """The likeness of ``observed`` to ``expected``; None if equal bit for bit, or up to ``limit``.
 
-    ``rounding``: what that may have done to ``seen``, relative to its size, where it is more than its type says.
+    ``rounding``: its relative effect on ``observed``, if larger than its type implies.
     """
     known = known or Known()
-    if seen is None or due is None:
-        return _absent(seen, due, at, known)
-    if agrees(seen, due, limit):
+    if observed is None or expected is None:
+        return _absent(observed, expected, at, known)
+    if agrees(observed, expected, limit):
         return None
-    asked = _Asked(seen, due, at, known, max(limit, rounding, precision_of(due.dtype).least))
+    asked = _Asked(observed, expected, at, known, max(limit, rounding, precision_of(expected.dtype).least))
     return _first((_anothers, *_PLAIN, *_OF_NUMBERS, *_VAGUE), asked) or _different(asked)
 
 
-def plainly(seen: Tensor | None, due: Tensor | None, at: Label, every: Callable[[], Known] = Known) -> Likeness | None:
-    """What is plainly wrong with a gradient, whatever it is made of; ``every``: those of all parameters.
+def plainly(
+    observed: Tensor | None, expected: Tensor | None, at: Label, every: Callable[[], Known] = Known
+) -> Likeness | None:
+    """Find a gradient's plain faults; ``every``: gradients of all parameters.
 
-    It is another's only where it is not its own, but for rounding of any kind.
+    It is another's only if it differs from its own beyond rounding of any kind.
     """
-    if seen is None or due is None:
-        return None if seen is None and stands_for_none(due) else _absent(seen, due, at, Known())
-    known = every() if error(seen, due) > told_within(due.dtype) else Known()
-    return _first((_anothers, *_PLAIN), _Asked(seen.cpu(), due.cpu(), at, known, precision_of(due.dtype).least))
+    if observed is None or expected is None:
+        return None if observed is None and stands_for_none(expected) else _absent(observed, expected, at, Known())
+    known = every() if error(observed, expected) > tell_within(expected.dtype) else Known()
+    return _first(
+        (_anothers, *_PLAIN), _Asked(observed.cpu(), expected.cpu(), at, known, precision_of(expected.dtype).least)
+    )
 
 
-def in_place_of(whole: Tensor, seen: Tensor, at: Label, limit: float) -> Likeness:
-    """What a gradient is in place of the ``whole`` of what it is expected to be the sum of, up to ``limit``."""
+def in_place_of(whole: Tensor, observed: Tensor, at: Label, limit: float) -> Likeness:
+    """The likeness of a gradient to ``whole``, the expected sum, up to ``limit``."""
     if whole.numel() < 2:
         return Likeness("different", at, words="one number is a multiple of any other")
-    asked = _Asked(seen.double().cpu(), whole, at, Known(), limit)
+    asked = _Asked(observed.double().cpu(), whole, at, Known(), limit)
     return _first(_OF_NUMBERS, asked) or Likeness("different", at)
 
 
@@ -128,23 +134,23 @@ def _first(tests: Sequence[Test], asked: _Asked) -> Likeness | None:
     return next((found for test in tests if (found := test(asked)) is not None), None)
 
 
-def _absent(seen: Tensor | None, due: Tensor | None, at: Label, known: Known) -> Likeness | None:
-    if due is not None:
+def _absent(observed: Tensor | None, expected: Tensor | None, at: Label, known: Known) -> Likeness | None:
+    if expected is not None:
         return Likeness("missing", at)
-    if seen is None or stands_for_none(seen):
+    if observed is None or stands_for_none(observed):
         return None
-    return Likeness("unexpected", at, known.find(seen, at, limit=0.0))
+    return Likeness("unexpected", at, known.find(observed, at, limit=0.0))
 
 
 def _anothers(asked: _Asked) -> Likeness | None:
-    """Bit for bit, or within rounding, that of another place, microbatch, parameter or step."""
-    label = asked.known.find(asked.seen, asked.at, limit=asked.limit if asked.limit <= ALIKE else 0.0)
+    """Bit for bit, or within rounding, the tensor of another place, microbatch, parameter or step."""
+    label = asked.known.find(asked.observed, asked.at, limit=asked.limit if asked.limit <= ALIKE else 0.0)
     return None if label is None or label == asked.at else Likeness("other", asked.at, label)
 
 
 def _shape(asked: _Asked) -> Likeness | None:
-    same = asked.seen.shape == asked.due.shape
-    return None if same else Likeness("shape", asked.at, forms=(form(asked.seen), form(asked.due)))
+    same = asked.observed.shape == asked.expected.shape
+    return None if same else Likeness("shape", asked.at, forms=(form(asked.observed), form(asked.expected)))
 
 
 def _not_finite(asked: _Asked) -> Likeness | None:
@@ -156,11 +162,11 @@ def _not_finite(asked: _Asked) -> Likeness | None:
 
 
 def _zero(asked: _Asked) -> Likeness | None:
-    return Likeness("zero", asked.at) if asked.due.any() and not asked.seen.any() else None
+    return Likeness("zero", asked.at) if asked.expected.any() and not asked.observed.any() else None
 
 
-def _rounded(asked: _Asked) -> Likeness | None:
-    narrow = rounded_as(asked.seen, asked.due)
+def _find_rounded(asked: _Asked) -> Likeness | None:
+    narrow = find_rounding(asked.observed, asked.expected)
     return Likeness("rounded", asked.at, narrow=narrow) if narrow else None
 
 
@@ -169,14 +175,14 @@ def _multiple(asked: _Asked) -> Likeness | None:
     return None if factor is None or factor == 1.0 else Likeness("multiple", asked.at, factor=factor)
 
 
-def factor_of(seen: Tensor, due: Tensor, limit: float) -> float | None:
-    """The factor c for which ``seen`` is c times ``due``, within ``limit``; None if there is none.
+def factor_of(observed: Tensor, expected: Tensor, limit: float) -> float | None:
+    """Find c with ``observed`` = c * ``expected``, within ``limit``; None without one.
 
-    A whole number, or one over one, where it may well be that.
+    A whole number or a reciprocal, if close to one.
     """
-    one, two = seen.flatten().double(), due.flatten().double()
+    one, two = observed.flatten().double(), expected.flatten().double()
     size = two.norm().item()
-    if not size or seen.numel() < 2 or not bool(one.isfinite().all()):
+    if not size or observed.numel() < 2 or not bool(one.isfinite().all()):
         return None
     factor = (one @ two).item() / size**2
     if not factor or (one - factor * two).norm().item() > limit * abs(factor) * size:
@@ -184,30 +190,30 @@ def factor_of(seen: Tensor, due: Tensor, limit: float) -> float | None:
     return simple(factor, limit * abs(factor), limit)
 
 
-def _reordered(asked: _Asked) -> Likeness | None:
-    seen, due = asked.seen, asked.due
-    exact = seen.numel() >= FEW and torch.equal(seen.flatten().sort().values, due.flatten().sort().values)
-    if exact or reordered(seen, due, asked.limit):
-        return Likeness("reordered", asked.at, line="row" if exact and _same_rows(seen, due) else "element")
+def _find_reordered(asked: _Asked) -> Likeness | None:
+    observed, expected = asked.observed, asked.expected
+    exact = observed.numel() >= FEW and torch.equal(observed.flatten().sort().values, expected.flatten().sort().values)
+    if exact or is_reordered(observed, expected, asked.limit):
+        return Likeness("reordered", asked.at, line="row" if exact and _same_rows(observed, expected) else "element")
     return None
 
 
-def _same_rows(seen: Tensor, due: Tensor) -> bool:
-    """Whether a batch of the same rows has them in another order."""
-    if seen.dim() < 2 or not len(seen):
+def _same_rows(observed: Tensor, expected: Tensor) -> bool:
+    """True if a batch has the same rows in another order."""
+    if observed.dim() < 2 or not len(observed):
         return False
-    one, other = (sorted(map(tuple, tensor.flatten(1).tolist())) for tensor in (seen, due))
+    one, other = (sorted(map(tuple, tensor.flatten(1).tolist())) for tensor in (observed, expected))
     return one == other
 
 
 def _partly(asked: _Asked) -> Likeness | None:
-    """Some elements are wrong, and enough others are right that this is no chance: what are they?"""
+    """Identify wrong elements, if right ones exclude chance."""
     wrong = asked.wrong
     if not wrong.any() or not asked.but_for(wrong):
         return None
     inside, part = asked.inside(wrong), part_of(wrong, ~wrong & asked.telling)
     found = _first((_anothers, _zero, _multiple_there), inside)
-    found = found or _lines_moved(asked) or _summed(inside) or Likeness("different", asked.at)
+    found = found or _lines_moved(asked) or _find_sum(inside) or Likeness("different", asked.at)
     return replace(found, part=part)
 
 
@@ -217,7 +223,7 @@ def _multiple_there(asked: _Asked) -> Likeness | None:
 
 
 def part_of(wrong: Tensor, right: Tensor) -> Elements:
-    """The ``wrong`` elements: rows or columns, where nothing in these is ``right``."""
+    """Describe the ``wrong`` elements: as rows or columns, if none of their elements is ``right``."""
     at = wrong.flatten().nonzero().flatten()
     part = Elements(len(at), wrong.numel(), int(at[0]), int(at[-1]))
     if wrong.dim() == 1:
@@ -231,33 +237,33 @@ def part_of(wrong: Tensor, right: Tensor) -> Elements:
 
 
 def _lines_moved(asked: _Asked) -> Likeness | None:
-    """Wrong rows all of which belong elsewhere in the same tensor."""
-    seen, due = asked.one, asked.two
-    if due.dim() < 2 or due[0].numel() < 4:
+    """Wrong rows that all belong elsewhere in the same tensor."""
+    observed, expected = asked.one, asked.two
+    if expected.dim() < 2 or expected[0].numel() < 4:
         return None
-    allowed = asked.limit * due.abs().max().item()
+    allowed = asked.limit * expected.abs().max().item()
     at = asked.wrong.flatten(1).any(dim=1).nonzero().flatten()
-    near = [(due - seen[k]).abs().flatten(1).amax(dim=1).min(dim=0) for k in at.tolist()]
-    found = [int(one.indices) for one in near if one.values.item() <= allowed and bool(due[one.indices].any())]
+    near = [(expected - observed[k]).abs().flatten(1).amax(dim=1).min(dim=0) for k in at.tolist()]
+    found = [int(one.indices) for one in near if one.values.item() <= allowed and bool(expected[one.indices].any())]
     if len(found) < len(at):
         return None
-    source = Elements(len(found), len(due), found[0], found[-1], "row", tuple(found), len(due))
+    source = Elements(len(found), len(expected), found[0], found[-1], "row", tuple(found), len(expected))
     return Likeness("other", asked.at, asked.at, source=source)
 
 
-def _summed(asked: _Asked) -> Likeness | None:
-    if not asked.seen.is_floating_point():
+def _find_sum(asked: _Asked) -> Likeness | None:
+    if not asked.observed.is_floating_point():
         return None
-    return summed(asked.seen, asked.two, asked.at, asked.known, asked.limit)
+    return find_sum(asked.observed, asked.two, asked.at, asked.known, asked.limit)
 
 
-def summed(seen: Tensor, own: Tensor, at: Label, known: Known, limit: float) -> Likeness | None:
-    """So much of ``own`` and so much of what is ``known``, or of one number in every element; None if not."""
-    others = known.like(seen)
-    beside = others.beside(own, seen) if own.any() else ()
+def find_sum(observed: Tensor, own: Tensor, at: Label, known: Known, limit: float) -> Likeness | None:
+    """Explain a tensor by ``own`` and a ``known`` tensor, or a constant; None without a fit."""
+    others = known.like(observed)
+    beside = others.find_beside(own, observed) if own.any() else ()
     terms = [(nearest((one for one in labels if one != at), at), tensor) for labels, tensor in beside]
     for label, term in (*terms, (Label(at.point._replace(where=SAME_NUMBER)), torch.ones_like(own))):
-        found = None if label is None else sum_of(seen, own, term, limit=limit, of=len(others.owned) + 1)
+        found = None if label is None else sum_of(observed, own, term, limit=limit, of=len(others.owned) + 1)
         if found is not None and label is not None:
             factor, more = found
             if label.point.where == SAME_NUMBER and abs(more + own.mean().item()) <= 1e-3 * abs(more):
@@ -266,12 +272,12 @@ def summed(seen: Tensor, own: Tensor, at: Label, known: Known, limit: float) -> 
     return None
 
 
-def sum_of(seen: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int = 1) -> tuple[float, float] | None:
-    """The coefficients of ``own`` and ``term`` that make ``seen``, where the term is needed and rounding alone is left.
+def sum_of(observed: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int = 1) -> tuple[float, float] | None:
+    """Fit ``observed`` by ``own`` and ``term``; None if ``term`` adds nothing, or more than rounding remains.
 
     ``of``: how many terms are tried.
     """
-    target, rows = seen.flatten().double(), torch.stack([own.flatten().double(), term.flatten().double()])
+    target, rows = observed.flatten().double(), torch.stack([own.flatten().double(), term.flatten().double()])
     made = fit(target, rows, limit)
     if made.residual > limit or max(made.uncertain) > DECIDED or abs(made.coefficients[1]) <= made.uncertain[1]:
         return None
@@ -287,13 +293,13 @@ def sum_of(seen: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int = 1
 
 def _different(asked: _Asked) -> Likeness:
     cosine = _cosine(asked.one.flatten(), asked.two.flatten())
-    return Likeness("different", asked.at, error=error(asked.seen, asked.due), cosine=cosine)
+    return Likeness("different", asked.at, error=error(asked.observed, asked.expected), cosine=cosine)
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
     return torch.nn.functional.cosine_similarity(one, other, dim=0).item()
 
 
-_PLAIN: tuple[Test, ...] = (_shape, _not_finite, _zero, _rounded)
-_OF_NUMBERS: tuple[Test, ...] = (_multiple, _reordered, _partly)
-_VAGUE: tuple[Test, ...] = (_summed,)
+_PLAIN: tuple[Test, ...] = (_shape, _not_finite, _zero, _find_rounded)
+_OF_NUMBERS: tuple[Test, ...] = (_multiple, _find_reordered, _partly)
+_VAGUE: tuple[Test, ...] = (_find_sum,)

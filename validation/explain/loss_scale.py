@@ -1,4 +1,4 @@
-"""The loss scale: what losses are multiplied by, and gradients divided by, so that those in fp16 do not vanish."""
+"""The loss scale: a factor on losses, divided out of gradients, against underflow in fp16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class LossScale:
-    """How a step scales, as far as its scalers say so.
+    """A step's loss scaling, from its scalers.
 
-    losses: what losses were multiplied by before their backwards. divided: what a rank's gradients are divided by.
-    skips: gradients overflow, so that every rank is to skip its step.
-    ranks: what each rank divides by, where several say so.
+    losses: the factor on losses before their backwards. divided: the divisor of a rank's gradients. skips: gradients
+    overflow, so that every rank is to skip its step. ranks: each rank's divisor, if several report one.
     """
 
     losses: float
@@ -19,11 +18,11 @@ class LossScale:
     ranks: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int | None) -> "LossScale":
-        """The same, as ``rank`` has it."""
+        """The same for ``rank``."""
         divided = self.divided if rank is None else self.ranks.get(rank, self.divided)
         return self if divided == self.divided else replace(self, divided=divided)
 
     @property
     def over(self) -> float:
-        """What is left in gradients where they are divided by another scale."""
+        """The factor left in gradients after division by another scale."""
         return self.losses / self.divided

@@ -1,4 +1,4 @@
-"""Ranks that have a stage in common: what each handed back of it."""
+"""Ranks with a stage in common: the results that each handed back."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.shards import Shard
 from pipeproof.core.observe.sketch import Sketch
@@ -19,11 +19,11 @@ from pipeproof.reference.step import Contribution, Gradient
 
 
 class StagePart(Protocol):
-    """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
+    """A rank's results for a stage, by its parameters in order; ``members``: all ranks with this stage.
 
-    ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
-    parameters that others of them have, and this rank has not. ``begun``: what gradients were added to, where that was
-    not zero. ``after``: weights after the step, each with where it lies in the whole (None: it is the whole).
+    ``values``: weights before the step, if they match no parameter of the reference. ``lacks``: parameters that only
+    other members have. ``begun``: nonzero initial gradients. ``after``: weights after the step, each with its place in
+    the whole (None: it is the whole).
     """
 
     @property
@@ -52,7 +52,7 @@ class StagePart(Protocol):
 
 
 class HeldStage(Protocol):
-    """A part at its place in the model, with the names of its parameters by their numbers."""
+    """A part at its place in the model, with parameter names by number."""
 
     @property
     def index(self) -> int: ...
@@ -68,7 +68,7 @@ Place = tuple[int, int]  # a rank and a stage
 
 
 class HeldGradient(NamedTuple):
-    """The gradient that a rank has of a parameter in a stage. ``where`` it lies in the whole; None: it is the whole."""
+    """A rank's gradient of a parameter in a stage. ``where``: its place in the whole; None: it is the whole."""
 
     rank: int
     stage: int
@@ -78,9 +78,9 @@ class HeldGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Members:
-    """The stages with the ranks of each, and the norms that ranks report.
+    """Stages with their ranks, and the norms that ranks report.
 
-    ``contribute`` gives what the reference has of each microbatch; nothing where only their sum is known.
+    ``contribute`` returns the reference's contribution of each microbatch; nothing if only their sum is known.
     """
 
     stages: Sequence[HeldStage]
@@ -90,12 +90,12 @@ class Members:
 
     @cached_property
     def contributions(self) -> Sequence[Contribution]:
-        """What the reference has of each microbatch."""
+        """The reference's contribution by microbatch."""
         return self.contribute()
 
     @cached_property
     def held(self) -> Mapping[str, Sequence[HeldGradient]]:
-        """By parameter, what ranks have of it: of a flat one some may have nothing."""
+        """By parameter, the gradients on all ranks: some ranks may lack a flat one."""
         found: dict[str, list[HeldGradient]] = {}
         for stage in self.stages:
             for k, name in stage.names.items():
@@ -107,36 +107,36 @@ class Members:
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks have something in common."""
+        """True if several ranks share a parameter."""
         return any(len(every) > 1 for every in self.held.values())
 
     @property
     def in_shards(self) -> bool:
-        """Whether any rank has a part of a parameter."""
+        """True if any rank holds parameters in part."""
         return any(one.where is not None for every in self.held.values() for one in every)
 
     def ranks(self, stage: int) -> list[int]:
-        """The ranks with ``stage``."""
+        """Ranks with ``stage``."""
         return sorted({rank for one in self.stages if one.index == stage for rank, _ in one.part.members})
 
-    def begun(self, name: str) -> frozenset[Place]:
-        """The ranks and stages with something in a parameter's ``.grad`` before the step, as far as that is known."""
+    def places_begun(self, name: str) -> frozenset[Place]:
+        """Ranks and stages with a nonzero ``.grad`` before the step, if known."""
         numbers = [(one, k) for one in self.stages for k, own in one.names.items() if own == name]
         return frozenset((rank, one.index) for one, k in numbers for rank, part in one.part.members if k in part.begun)
 
-    def alike(self, stage: HeldStage, seen: Callable[[Call], Iterable[Sketch]]) -> bool | None:
-        """Whether the ranks of each replica have ``seen`` the same at ``stage``, bit for bit: then these are no parts.
+    def is_alike(self, stage: HeldStage, observed: Callable[[Call], Iterable[Sketch]]) -> bool | None:
+        """True if the ranks of each replica ``observed`` the same at ``stage``, bit for bit: whole tensors, no parts.
 
-        None where nobody has seen any.
+        None without observations.
         """
         found: dict[int, set[tuple[bytes, ...]]] = {}
         for rank, part in stage.part.members:
-            digests = tuple(one.digest for call in part.calls or () for one in seen(call))
+            digests = tuple(one.digest for call in part.calls or () for one in observed(call))
             found.setdefault(self.replicas.of[rank], set()).add(digests)
         return all(len(one) == 1 for one in found.values()) if all(map(all, found.values())) else None
 
     def norm_causes(self) -> Iterator[Cause]:
-        """What a norm may be in place of that of all gradients, where ranks hold parts of them or copies."""
+        """Causes for a norm over the wrong set of gradients, with parts or copies on several ranks."""
         held = list(self._squares())
         right = math.sqrt(sum(square for square, _ in held))
         first, most = self._replica(0), max((len(ranks) for _, ranks in held), default=0)
@@ -150,21 +150,23 @@ class Members:
         reported = {rank: norm for rank, norm in enumerate(self.norms) if norm}
         for detail, times in counted.items():
             value = math.sqrt(sum(square * times(ranks) for square, ranks in held))
-            if reported and value and _apart(value, right) and all(_same(one, value) for one in reported.values()):
+            if reported and value and _is_apart(value, right) and all(_same(one, value) for one in reported.values()):
                 yield Cause("norm", detail=detail)
         for rank, norm in reported.items():
             for ranks in dict.fromkeys((frozenset({rank}), self._replica(self.replicas.of[rank]))):
                 value = math.sqrt(sum(square for square, own in held if ranks & {*own}))
-                if value and _apart(value, right) and _same(norm, value):
-                    detail = f"it is the norm of what rank{'s' * (len(ranks) > 1)} {listed(sorted(ranks))} alone hold"
+                if value and _is_apart(value, right) and _same(norm, value):
+                    detail = (
+                        f"it is the norm of what rank{'s' * (len(ranks) > 1)} {join_numbers(sorted(ranks))} alone hold"
+                    )
                     yield Cause("norm", rank=rank, detail=detail + "s" * (len(ranks) == 1))
 
     def _replica(self, number: int) -> frozenset[int]:
-        """The ranks of a replica."""
+        """Return a replica's ranks."""
         return frozenset(rank for rank, of in enumerate(self.replicas.of) if of == number)
 
     def _squares(self) -> Iterator[tuple[float, Sequence[int]]]:
-        """Of every part of a parameter the square of its norm, and the ranks that hold it."""
+        """Squared norms by part, with the holding ranks."""
         every = [(name, stage.part.gradients[k]) for stage in self.stages for k, name in stage.names.items()]
         wholes = {name: whole for name, whole in every if whole is not None}
         for name, whole in wholes.items():
@@ -181,5 +183,5 @@ def _same(norm: float, value: float) -> bool:
     return scalar_error(norm, value) < CLOSE
 
 
-def _apart(norm: float, value: float) -> bool:
+def _is_apart(norm: float, value: float) -> bool:
     return scalar_error(norm, value) > ALIKE

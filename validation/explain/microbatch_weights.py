@@ -1,10 +1,10 @@
-"""What is wrong with how often each microbatch is in a sum: the faults that make such coefficients."""
+"""Faults that change how often each microbatch counts in a sum."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from pipeproof.core.cause import listed
+from pipeproof.core.cause import join_numbers
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.limits import ALIKE, LEFT
 from pipeproof.pipeline.sizes import digits
@@ -14,7 +14,7 @@ _DIGITS = 6  # of a factor, at most
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor.
+    """A fault in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor.
 
     ``earlier``: as of a cause.
     """
@@ -27,7 +27,7 @@ class Fault:
     within: float = field(default=ALIKE, compare=False)
 
     def same(self, other: "Fault") -> bool:
-        """Whether both are one fault, seen twice: alike but for how rounding moved the factor."""
+        """True for a fault observed twice: equal up to rounding in the factor."""
         if self.factor is None or other.factor is None:
             return self == other
         near = abs(self.factor - other.factor) <= max(self.within, other.within) * abs(self.factor)
@@ -36,10 +36,10 @@ class Fault:
 
 
 def faults_in_counts(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
-    """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``.
+    """Faults in the coefficients of microbatches, each 1 if right, up to ``within``.
 
-    What some have beside a factor of most is told of each apart where it happened a whole number of times, and with
-    that factor where it did not.
+    Beside a common factor, deviations are separate faults if they happened a whole number of times, and otherwise part
+    of that factor's fault.
     """
     uneven = _uneven(update, found, max(ALIKE, within))
     if uneven is not None:
@@ -52,8 +52,8 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
         if abs(ratio - 1) > within:
             same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
             odd.setdefault(same, []).append(microbatch)
-    in_place = abs(sum(found.values()) - len(found)) <= within * len(found)  # of those that are not there
-    whole = {ratio: some for ratio, some in odd.items() if _counted(update, ratio, within, in_place=in_place)}
+    in_place = abs(sum(found.values()) - len(found)) <= within * len(found)  # of missing ones
+    whole = {ratio: some for ratio, some in odd.items() if _is_counted(update, ratio, within, in_place=in_place)}
     again = {ratio: some for ratio, some in odd.items() if ratio > 1 and abs(ratio / round(ratio) - 1) <= within}
     if len(again) > 1:  # each another number of times: no factor gives that
         odd = {ratio: some for ratio, some in odd.items() if ratio not in again}
@@ -73,7 +73,7 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
 
 
 def _base(values: list[float], within: float) -> float:
-    """The factor that most microbatches have, or 1."""
+    """The commonest factor, or 1."""
     groups: Counter[float] = Counter()
     for value in values:
         groups[next((g for g in groups if abs(g - value) <= within * max(abs(g), abs(value))), value)] += 1
@@ -84,7 +84,7 @@ def _base(values: list[float], within: float) -> float:
 
 
 def uniform(update: Update, factor: float, within: float) -> Fault:
-    """The fault of what is as a whole ``factor`` times what it should be."""
+    """Name the fault behind a gradient ``factor`` times the right value."""
     if factor == 0.0:
         return Fault("zero")
     if factor == -1.0:
@@ -93,10 +93,10 @@ def uniform(update: Update, factor: float, within: float) -> Fault:
     return Fault("scale", factor=factor, detail=factor_words(update, factor, min(room, LEFT)), within=room)
 
 
-def _counted(update: Update, ratio: float, within: float, *, in_place: bool) -> bool:
-    """Whether something was left out, added again or turned round: that gives whole numbers.
+def _is_counted(update: Update, ratio: float, within: float, *, in_place: bool) -> bool:
+    """True for an omission, repetition or sign change: these give whole numbers.
 
-    Not their number, where they are not divided by it; nothing is counted so often by chance, but ``in_place`` of all.
+    Excludes the number of microbatches, the sign of a missing division; only with the sum ``in_place`` is it chance.
     """
     undivided = ratio == update.now.microbatches > 2 and not in_place
     return abs(ratio) <= within or ratio == -1 or (ratio == round(ratio) and ratio >= 2 and not undivided)
@@ -111,7 +111,7 @@ def _some(ratio: float, microbatches: tuple[int, ...], within: float) -> Fault:
 
 
 def _factors(odd: Mapping[float, list[int]], within: float) -> Fault:
-    """One fault of microbatches that have factors, each its own."""
+    """Merge microbatches with individual factors into a single fault."""
     one = next(iter(odd)) if len(odd) == 1 else None
     every = tuple(sorted(m for some in odd.values() for m in some))
     detail = f"{_digits(one, within)} times" if one is not None else ", ".join(_list(1.0, odd))
@@ -119,15 +119,15 @@ def _factors(odd: Mapping[float, list[int]], within: float) -> Fault:
 
 
 def _list(base: float, odd: Mapping[float, list[int]]) -> Iterator[str]:
-    """How often each of the microbatches is there that have another factor than ``base``."""
+    """Describe microbatches with deviating factors."""
     for ratio, some in sorted(odd.items(), key=lambda item: item[1]):
-        yield f"microbatch{'es' * (len(some) > 1)} {listed(some)} {ratio * base:.4g} times"
+        yield f"microbatch{'es' * (len(some) > 1)} {join_numbers(some)} {ratio * base:.4g} times"
 
 
 def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault | None:
-    """Microbatches weighted by their tokens, or alike, where it should be the other way round; or replicas alike.
+    """Microbatches weighted by tokens in place of alike, or the reverse; or replicas alike.
 
-    Not those that all have one factor, least of all none: that is in proportion to anything.
+    Not if all have one factor, least of all zero: that is in proportion to anything.
     """
     if len(set(found.values())) == 1:
         return None
@@ -139,32 +139,35 @@ def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault 
 
 
 def _weightings(update: Update) -> Iterator[tuple[Mapping[int, float], str]]:
-    """How microbatches may have been weighted, in words."""
+    """Possible microbatch weightings, in words."""
     counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
-    if all(counts.values()):  # else nobody knows how many targets count
+    if all(counts.values()):  # else the number of targets that count is unknown
         yield counts, "microbatches count by their tokens, not alike"
         yield {i: 1 / n for i, n in counts.items()}, "microbatches count alike"
     shares = {i: len(range(i % update.replicas, len(counts), update.replicas)) for i in counts}
     every = [shares[i] for i in range(min(update.replicas, len(counts)))]
-    yield {i: 1 / n for i, n in shares.items()}, f"replicas count alike, though they have {listed(every)} microbatches"
+    yield (
+        {i: 1 / n for i, n in shares.items()},
+        f"replicas count alike, though they have {join_numbers(every)} microbatches",
+    )
 
 
 def factor_words(update: Update, factor: float, within: float = ALIKE) -> str:
-    """Where a factor may come from: every number of things in this step that it is, or is one over."""
+    """Name possible origins for a factor: counts in this step equal to it or its reciprocal."""
     count, tokens = len(update.now.batches), sum(batch.tokens for batch in update.now.batches)
     known = {
         "the number of microbatches": count,
         "the square of the number of microbatches": count**2,
-        "the number of tokens": tokens if tokens != count else 0,  # one each: as where nobody counts them
+        "the number of tokens": tokens if tokens != count else 0,  # one each: the same as uncounted
         "tokens per microbatch": tokens / count,
         "the number of stages": update.stages or update.now.stages,
         "the number of ranks" + " of a replica" * (update.replicas > 1): update.ranks or len(set(update.placement)),
         "the number of replicas": update.replicas,
     }
     minus, size = ("minus " if factor < 0 else ""), abs(factor)
-    told = {name: value for name, value in known.items() if value not in (0, 1)}
-    times = {name: value for name, value in told.items() if abs(size - value) <= within * value}
-    over = {name: value for name, value in told.items() if abs(size - 1 / value) <= within / value}
+    counts = {name: value for name, value in known.items() if value not in (0, 1)}
+    times = {name: value for name, value in counts.items() if abs(size - value) <= within * value}
+    over = {name: value for name, value in counts.items() if abs(size - 1 / value) <= within / value}
     for found, fraction, words in ((times, "", ""), (over, "1/", "1 / ")):
         if found:
             return f"{minus}{fraction}{next(iter(found.values())):g} = {words}{' or '.join(found)}"
@@ -172,7 +175,7 @@ def factor_words(update: Update, factor: float, within: float = ALIKE) -> str:
 
 
 def _digits(factor: float, within: float) -> str:
-    """``factor`` in the fewest digits that tell it as exactly as rounding leaves it."""
-    told = (digits(factor, many) for many in range(1, _DIGITS if within > ALIKE else 1))
-    plain = (one for one in told if "e+" not in one)
+    """Print ``factor`` in the fewest digits that rounding justifies."""
+    every = (digits(factor, many) for many in range(1, _DIGITS if within > ALIKE else 1))
+    plain = (one for one in every if "e+" not in one)
     return next((one for one in plain if abs(float(one) - factor) <= within * abs(factor)), digits(factor, _DIGITS))

@@ -1,4 +1,4 @@
-"""Gradients that are sums of what two parameters should have, or another parameter's."""
+"""Gradients that add up two parameters' gradients, or equal another parameter's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,46 +10,48 @@ from pipeproof.core.tolerance import error
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.known import Known
-from pipeproof.explain.likeness import summed
+from pipeproof.explain.likeness import find_sum
 from pipeproof.explain.solver import limit_of
 from pipeproof.reference.step import Gradient, Site, Stage
 
 Predicted = Mapping[Site, Gradient]
 
 
-def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
-    """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
+def find_mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
+    """By stage, a cause for each parameter with a sum of two parameters' gradients."""
 
     @cache
     def predicted() -> Predicted:
         every = [(one, name) for one in stages for name in update.now.parameters(one.stage)]
-        return {(one.stage, name): _predicted(one, update.expected.get((one.stage, name)), name) for one, name in every}
+        return {(one.stage, name): _predict(one, update.expected.get((one.stage, name)), name) for one, name in every}
 
     @cache
     def known() -> Known:
         every = ((Label.of_gradient(site), one) for site, one in predicted().items())
         return Known((label, one) for label, one in every if one is not None)
 
-    return {one.stage: tuple(_mixed(one, update, predicted, known)) for one in stages}
+    return {one.stage: tuple(_find_mixed(one, update, predicted, known)) for one in stages}
 
 
-def _predicted(stage: Explanation, due: Gradient, name: str) -> Gradient:
-    """What a parameter's gradient should be, as far as the faults of its stage are known."""
-    return stage.predicted(name) if stage.explained else None if due is None else due.double().cpu()
+def _predict(stage: Explanation, expected: Gradient, name: str) -> Gradient:
+    """Predict a parameter's gradient, given its stage's known faults."""
+    return stage.predict(name) if stage.explained else None if expected is None else expected.double().cpu()
 
 
-def _mixed(
+def _find_mixed(
     one: Explanation, update: Update, predicted: Callable[[], Predicted], known: Callable[[], Known]
 ) -> Iterator[Cause]:
-    """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
-    residual stream adds up, too, so it may follow from the layer between them."""
+    """Name a sum only if nothing else on the stage stays unknown.
+
+    What two layers hand back to one residual stream adds up, too, so it may follow from the layer between them.
+    """
     every = [name for name in one.names if not _is_right((one.stage, name), update)]
     unknown = [odd.parameter for odd in one.odd if not odd.is_known] if one.explained else every
     found = [_partner((one.stage, name), update, predicted(), known()) for name in unknown]
     causes = {name: cause for name, cause in zip(unknown, found, strict=True) if cause is not None}
     if not one.explained and len(causes) == len(found) and len({cause.kind for cause in causes.values()}) == 1:
-        told = [f"{name}: {cause.detail}" for name, cause in causes.items()]
-        yield Cause(next(iter(causes.values())).kind, stage=one.stage, detail="; ".join(told))
+        details = [f"{name}: {cause.detail}" for name, cause in causes.items()]
+        yield Cause(next(iter(causes.values())).kind, stage=one.stage, detail="; ".join(details))
         return
     for name, cause in causes.items() if one.explained else ():
         if cause.kind != "extra-term" or None not in found:
@@ -57,16 +59,22 @@ def _mixed(
 
 
 def _is_right(site: Site, update: Update) -> bool:
-    seen, due = update.observed.get(site), update.expected.get(site)
-    return seen is not None and due is not None and error(seen.cpu(), due.cpu()) <= limit_of(due, due.double())
+    observed, expected = update.observed.get(site), update.expected.get(site)
+    return (
+        observed is not None
+        and expected is not None
+        and error(observed.cpu(), expected.cpu()) <= limit_of(expected, expected.double())
+    )
 
 
 def _partner(site: Site, update: Update, predicted: Predicted, known: Known) -> Cause | None:
-    """What it means that a gradient is so much of its own and so much of another parameter's."""
-    seen, own = update.observed.get(site), predicted.get(site)
-    if seen is None or own is None:
+    """Find the cause if a gradient mixes its share with another parameter's."""
+    observed, own = update.observed.get(site), predicted.get(site)
+    if observed is None or own is None:
         return None
-    found = summed(seen.double().cpu(), own, Label.of_gradient(site), known, limit_of(update.expected.get(site), own))
+    found = find_sum(
+        observed.double().cpu(), own, Label.of_gradient(site), known, limit_of(update.expected.get(site), own)
+    )
     if found is None or found.label is None or not found.label.name:
         return None
     of_own, of_other = found.factor or 0.0, found.more or 0.0
@@ -78,5 +86,5 @@ def _partner(site: Site, update: Update, predicted: Predicted, known: Known) -> 
 
 
 def gradient_of(label: Label) -> str:
-    """What a parameter's gradient is called."""
+    """Name a parameter's gradient."""
     return f"the gradient of {label.name}, stage {label.point.stage}"

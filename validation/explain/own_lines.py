@@ -1,4 +1,4 @@
-"""The lines of the user's own code that a cause is about."""
+"""The user's code lines behind a cause."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.pipeline.action import Action, ActionError, Kind
 from pipeproof.pipeline.sizes import SHOWN
 
-# What kinds of cause are about, where they name no action.
+# Actions behind kinds of causes that name none.
 _PAIRED = frozenset({"swapped-activations", "swapped-gradients", "mispaired"})
 _LOST = frozenset({"zero", "missing"})
 _SUMMED = frozenset({"dropped", "doubled"}) | _LOST
@@ -23,22 +23,22 @@ _FORWARDS = frozenset({"computation", "mode", "randomness", "swapped-data"})
 _MESSAGES = frozenset({"wrong-message", "uninitialised", "rounded", "altered", "not-finite", "stale-tensor"})
 _STACK = 2  # lines of one stack
 
-Ran = tuple[str, Stack]  # what ran, and where
+Ran = tuple[str, Stack]  # the action, and its stack
 
 
 def with_lines(cause: Cause, evidence: Evidence, *, or_message: bool = False) -> Cause:
-    """``cause`` with the lines of the user's code that it is about, as far as those were seen.
+    """Add the user's code lines to ``cause``, if observed.
 
-    ``or_message``: a message that arrived as another is an explanation as well.
+    ``or_message``: a message that arrived as another is an alternative.
     """
     if cause.earlier:
-        return cause  # what was seen is of the step itself
+        return cause  # observations concern the step itself
     about = _About(cause, evidence, or_message)
-    return replace(cause, lines=tuple(islice(_once(about.ran()), SHOWN)))
+    return replace(cause, lines=tuple(islice(_once(about.runs()), SHOWN)))
 
 
 def _once(ran: Iterable[Ran]) -> Iterator[OwnLine]:
-    """Each line once, after the one that it called."""
+    """Yield each line once, after its callee."""
     shown: set[Line] = set()
     for what, stack in ran:
         for k, line in enumerate(stack[:_STACK]):
@@ -50,19 +50,19 @@ def _once(ran: Iterable[Ran]) -> Iterator[OwnLine]:
 
 @dataclass(frozen=True)
 class _About:
-    """What was seen of the actions that ``cause`` is about."""
+    """Observed lines for the actions behind ``cause``."""
 
     cause: Cause
     evidence: Evidence
     or_message: bool
 
-    def ran(self) -> Iterator[Ran]:
-        """What ran where, the most useful first."""
+    def runs(self) -> Iterator[Ran]:
+        """Actions and their stacks, most useful first."""
         kind, action = self.cause.kind, self._action
         if action is None:
             return
         if kind in _SUMMED:
-            yield "cleared", self._passed(action).cleared.get(action.microbatch, ())
+            yield "cleared", self._passed_at(action).cleared.get(action.microbatch, ())
         if kind in _LOST:
             action = None if self.cause.parameter else action._replace(kind=Kind.FORWARD)
         elif self.cause.cut:
@@ -70,7 +70,7 @@ class _About:
         elif kind == "overwritten" or self._message_may_be_wrong:
             yield from self._message(action)
         elif kind == "dropped" and not self._stack(action):
-            others = (one for one in reversed(self._passed(action).actions) if one.kind is Kind.BACKWARD)
+            others = (one for one in reversed(self._passed_at(action).actions) if one.kind is Kind.BACKWARD)
             for last in islice(others, 1):
                 yield f"last {last}", self._stack(last)
         if action is not None:
@@ -78,25 +78,25 @@ class _About:
 
     @property
     def _message_may_be_wrong(self) -> bool:
-        """Whether what is wrong may have been so when it came, rather than that it was taken for another."""
+        """True if the message may be wrong, rather than mistaken for another."""
         if self.cause.action is None:
             return False
         return self.cause.kind in _MESSAGES | _LOSS or (self.cause.kind in _PAIRED and self.or_message)
 
     @cached_property
     def _action(self) -> Action | None:
-        """The action that the cause names, as the forward or backward of a module; or the first of those."""
+        """The named action, as a module's forward or backward; or the first suitable action."""
         cause = self.cause
         if cause.action is not None:
             try:
                 action = Action.parse(cause.action)
-            except ActionError:  # of a call whose microbatch nobody knows
+            except ActionError:  # a call of an unknown microbatch
                 return None
             forward = action.kind in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
             return action._replace(kind=Kind.FORWARD if forward else Kind.BACKWARD)
         stage = cause.stage if cause.stage is not None else min(cause.stages, default=None)
         where = cause.stages or (range(self.evidence.stages) if stage is None else (stage,))
-        if cause.kind in _LOSS and (cause.parameter or self.evidence.flowed_right(where, cause.factor)):
+        if cause.kind in _LOSS and (cause.parameter or self.evidence.is_flow_right(where, cause.factor)):
             return None  # it came after the backwards
         microbatch = min(cause.microbatches, default=0)
         if cause.kind in _LOSS | _SUMMED:
@@ -110,30 +110,30 @@ class _About:
         return Action(stage, Kind.BACKWARD if cause.kind in _PAIRED else Kind.FORWARD, microbatch)
 
     def _came_in_right(self, microbatch: int) -> bool:
-        """Whether the first stage was given its own input for a microbatch, as far as that was seen."""
-        passed = self._passed(Action(0, Kind.FORWARD, microbatch))
+        """True if the first stage received the right input for a microbatch, if observed."""
+        passed = self._passed_at(Action(0, Kind.FORWARD, microbatch))
         given = [one for one in passed.crossings if (one.where, one.action.microbatch) == (GIVEN, microbatch)]
         return bool(given) and all(one.same for one in given)
 
-    def _passed(self, action: Action) -> Passed:
+    def _passed_at(self, action: Action) -> Passed:
         return self.evidence.passed.get(action.stage, Passed((), (), ()))
 
     def _stack(self, action: Action) -> Stack:
-        return self._passed(action).stacks.get(action, ())
+        return self._passed_at(action).stacks.get(action, ())
 
     def _message(self, action: Action) -> Iterator[Ran]:
-        """Where the message was sent, unless only the buffer is wrong, and received."""
+        """Stacks for the message's send, unless only the buffer went wrong, and for its receive."""
         for one in self._came(action):
             if one.message is not None and one.sent is not None and self.cause.kind != "overwritten":
                 yield f"sent by rank {one.message.sender}", one.sent.stack
             yield "received", one.received
 
     def _came(self, action: Action) -> Sequence[Came]:
-        """The message that ``action`` was given; of several, the first that is wrong. None where that did not come."""
+        """The message to ``action``; the first wrong message among several. Empty without any."""
         wheres = {RECEIVED}
         if action.kind is Kind.FORWARD or self.cause.kind == "overwritten":
             action, wheres = action._replace(kind=Kind.FORWARD), {GIVEN, KEPT}
-        passed, came = self._passed(action), self._passed(action).came.get(action, {})
+        passed, came = self._passed_at(action), self._passed_at(action).came.get(action, {})
         crossings = (one for one in passed.crossings if one.where in wheres and not one.same)
         wrong = {one.number for one in crossings if one.action.microbatch == action.microbatch}
         return [came[number] for number in sorted(came) if number in wrong or not wrong][:1]

@@ -1,4 +1,4 @@
-"""How a run was set up, and the reference's side of it: every operation as one device does it."""
+"""The setup of a run, and the reference's side: every operation on one device."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ from pipeproof.reference.traced import Traced
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks were told to do.
+    """Setup for the ranks.
 
-    ``layers`` of each stage, ``owner``: the stage of every parameter name, ``placement``: the rank of every stage.
-    ``build`` makes the model with its first weights; ``batches`` and ``max_norm`` are asked for the number of an
-    operation of ``plan``.
+    ``layers`` of each stage; ``owner``: the stage of every parameter name; ``placement``: the rank of every stage.
+    ``build`` makes the model with its first weights; ``batches`` and ``max_norm`` take the number of an operation of
+    ``plan``.
     """
 
     plan: tuple[str, ...]
@@ -60,7 +60,7 @@ Tensors = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Played:
-    """One operation as the reference did it: what it must give, its boundary tensors, and the model as it began."""
+    """A reference operation: expected result, boundary tensors, and initial model."""
 
     number: int
     expected: Expected
@@ -68,14 +68,17 @@ class Played:
     model: Model
 
     def tensors(self) -> dict[Point, Tensors]:
-        """What a recording must hold at every point."""
+        """Expected tensors of a recording at every point."""
         return {
-            point: seen for m, one in enumerate(self.boundaries) for point, seen in _points(m, one) if seen is not None
+            point: observed
+            for m, one in enumerate(self.boundaries)
+            for point, observed in _points(m, one)
+            if observed is not None
         }
 
 
 def play(setup: Setup, observed: Observed | None, until: int) -> list[Played]:
-    """The reference's operations 0 to ``until``, adding in the orders in which the ranks ran, if somebody saw that."""
+    """Play the reference's operations 0 to ``until``, adding in the order of the ranks' backwards, if observed."""
     model = setup.build()
     reference = Reference(model, owner=setup.owner, recipe=setup.recipe)
     every = list(range(setup.microbatches))
@@ -108,18 +111,18 @@ def _points(microbatch: int, one: Boundary) -> list[tuple[Point, Tensors | None]
     last = len(one.inputs) - 1
     found: list[tuple[Point, Tensors | None]] = []
     for stage, (inputs, outputs) in enumerate(zip(one.inputs, one.outputs, strict=True)):
-        seen: dict[str, Tensors | None] = {GIVEN: inputs, USED: inputs, MADE: outputs}
-        seen |= {OUTPUT: outputs} if stage < last else {LOSS: (one.loss,)}
+        observed: dict[str, Tensors | None] = {GIVEN: inputs, USED: inputs, MADE: outputs}
+        observed |= {OUTPUT: outputs} if stage < last else {LOSS: (one.loss,)}
         if one.output_gradients:
             received = one.output_gradients[stage] if stage < last else None
-            seen |= {RECEIVED: received, KEPT: inputs, LATE: received, HANDED_ON: one.input_gradients[stage]}
-            seen[FLOWED] = one.flows[stage]
-        found += [(Point(stage, microbatch, where), tensors) for where, tensors in seen.items()]
+            observed |= {RECEIVED: received, KEPT: inputs, LATE: received, HANDED_ON: one.input_gradients[stage]}
+            observed[FLOWED] = one.flows[stage]
+        found += [(Point(stage, microbatch, where), tensors) for where, tensors in observed.items()]
     return found
 
 
-def beside_of(setup: Setup, now: Played) -> ModelBeside:
-    """The model of one operation as a player of single microbatches."""
+def model_beside(setup: Setup, now: Played) -> ModelBeside:
+    """Build a player for single microbatches in an operation."""
     batches = setup.batches(now.number)
     loss = Loss(*objective(now.model, batches, setup.recipe))
     reference = Reference(now.model, owner=setup.owner, recipe=replace(setup.recipe, loss=loss))

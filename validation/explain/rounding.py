@@ -1,4 +1,4 @@
-"""Whether a tensor is another one in a narrower type."""
+"""Detect a tensor rounded to a narrower type."""
 
 import math
 
@@ -12,36 +12,38 @@ from pipeproof.explain.limits import LEFT, ROUNDED
 _CHANCE = 1e-4  # how likely numbers may be to lie on a grid, or beside it, by chance
 
 
-def rounded_as(seen: Tensor, whole: Tensor) -> str:
-    """The narrower type to which ``seen`` is ``whole`` rounded; empty where it is not."""
-    floating = seen.is_floating_point() and whole.is_floating_point()
-    if not floating or seen.shape != whole.shape or torch.equal(seen, whole):
+def find_rounding(observed: Tensor, whole: Tensor) -> str:
+    """Return the narrower type if ``observed`` equals ``whole`` rounded; else empty."""
+    floating = observed.is_floating_point() and whole.is_floating_point()
+    if not floating or observed.shape != whole.shape or torch.equal(observed, whole):
         return ""
     for name, dtype in ROUNDED_TO.items():
         allowed = max(ROUNDED, 2 * torch.finfo(dtype).eps)
-        told = _holds(seen, dtype) and not _narrow(whole) and _needs_more(whole, dtype)
-        if told and 0.0 < error(seen, whole) <= allowed:
+        fits = _holds(observed, dtype) and not _narrow(whole) and _needs_more(whole, dtype)
+        if fits and 0.0 < error(observed, whole) <= allowed:
             return name
     return ""
 
 
 def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``dtype``, narrower than its own, can say all of ``tensor``."""
+    """True if a narrower ``dtype`` represents ``tensor`` exactly."""
     return dtype.itemsize < tensor.dtype.itemsize and torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def _narrow(tensor: Tensor) -> bool:
-    """Whether every element is a number of a narrow type, as in a tensor of that type."""
+    """True if every element fits a narrow type."""
     return any(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for dtype in NARROWER.values())
 
 
 def _needs_more(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether so many of its elements have more digits than ``dtype`` that it is no chance if all have no more."""
+    """True if so many elements need more digits than ``dtype`` that chance cannot make all fit."""
     return _is_no_chance(int((tensor.to(dtype).to(tensor.dtype) != tensor).sum()), int(tensor.count_nonzero()))
 
 
 def _is_no_chance(count: int, of: int) -> bool:
-    """Whether numbers among which ``count`` of so many lie beside a grid would hardly all lie on it: sums of coarse
-    numbers mostly do."""
+    """True if chance would hardly put all numbers on a grid, with ``count`` among them beside it.
+
+    Sums of coarse numbers mostly lie on it.
+    """
     of = max(of, count)  # where zeros lie beside it, too
     return 0 < count and of * math.log((of - count + LEFT) / of) <= math.log(_CHANCE)

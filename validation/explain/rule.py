@@ -1,7 +1,7 @@
-"""Rules of explanation: each looks at one link of the way that a gradient takes, in the order of that way.
+"""Rules of explanation: one link of a gradient's way each, in the order of that way.
 
-The first link that broke is the cause; what comes after it is consequence. A sound link before it rules out what it
-could have been, but only where all that speaks of it was there and was compared in this run.
+The first broken link is the cause; anything after it is consequence. A sound link before it excludes its kinds, but
+only if all evidence for it existed and was compared in this run.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,16 +12,15 @@ from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.explain.evidence import Evidence
 
 Clears = Callable[[Evidence], RuledOut | None]
-Besides = tuple[Sequence[Cause], Sequence[str]]  # what else is wrong, and what stays open
+Besides = tuple[Sequence[Cause], Sequence[str]]  # further faults, and open questions
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One link: the causes it names, all of which hold, and what it rules out where it is sound.
+    """One link: the causes it names, all true together, and the kinds it excludes if sound.
 
-    ``needs``: whether there is evidence for it. ``left``: what is wrong there although it names no cause; then nothing
-    behind it can be judged. ``beside``: what the evidence for its causes rules out. ``besides``: what else is wrong,
-    and what could not be judged.
+    ``needs``: whether its evidence exists. ``left``: faults without a cause; then nothing behind it can be judged.
+    ``beside``: kinds that the evidence for its causes excludes. ``besides``: further faults, and open questions.
     """
 
     explains: Callable[[Evidence], Sequence[Cause]]
@@ -36,23 +35,23 @@ class Rule:
 
 
 def clears(law: str, kinds: tuple[str, ...], words: str) -> Clears:
-    """Rules ``kinds`` out where ``law`` compared something, and all of it held."""
+    """Exclude ``kinds`` if ``law`` compared something and passed."""
 
-    def cleared(evidence: Evidence) -> RuledOut | None:
+    def rule_out(evidence: Evidence) -> RuledOut | None:
         held = [one for one in evidence.verdict.laws if one.name == law and one.outcome == "pass" and one.checked]
         return RuledOut(kinds, words, held[0].checked) if held else None
 
-    return cleared
+    return rule_out
 
 
-def followed(evidence: Evidence, rules: Sequence[Rule]) -> Verdict:
-    """The verdict with the causes of the first of ``rules`` that names any, and what those before it rule out."""
+def follow_rules(evidence: Evidence, rules: Sequence[Rule]) -> Verdict:
+    """Return the verdict with causes from the first rule that names any, and kinds excluded before."""
     cleared: list[RuledOut] = []
     for rule in (rule for rule in rules if rule.needs(evidence)):
         if causes := rule.explains(evidence):
             more, left = rule.besides(evidence, causes)
             explanations = alternatives(tuple(dict.fromkeys((*causes, *more))))
-            found = _named(evidence, explanations, [*rule.beside(evidence), *cleared])
+            found = _with_causes(evidence, explanations, [*rule.beside(evidence), *cleared])
             return replace(found, undecided=tuple(left))
         if open_ := rule.left(evidence):
             return replace(evidence.verdict, undecided=tuple(open_), ruled_out=tuple(cleared))
@@ -61,31 +60,31 @@ def followed(evidence: Evidence, rules: Sequence[Rule]) -> Verdict:
     return replace(evidence.verdict, ruled_out=tuple(cleared))
 
 
-def _named(evidence: Evidence, explanations: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
+def _with_causes(evidence: Evidence, explanations: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
     first, *others = explanations
     kinds = {cause.kind for explanation in (first, *others) for cause in explanation}
     found = evidence.attribution if kinds & OF_MICROBATCHES else None
     return replace(
         evidence.verdict,
         mismatches=_nearest(evidence.verdict.mismatches, first[0]),
-        cause=first,
+        causes=first,
         alternatives=tuple(others),
         ruled_out=tuple(one for one in cleared if not kinds & set(one.kinds)),
-        cells=None if found is None else _told(found.cells, first),
+        cells=None if found is None else _cells_of(found.cells, first),
     )
 
 
-def _told(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
-    """``cells`` that say something of where ``causes`` are."""
+def _cells_of(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
+    """Keep ``cells`` that inform about the causes' places."""
     places = {cause.stage for cause in causes if cause.stage is not None}
     known = cells is not None and all(any(cell.own is not None for cell in cells.rows[stage]) for stage in places)
     return cells if known and cells is not None and not cells.right else None
 
 
 def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ...]:
-    """``mismatches``, one at the place of ``cause`` first: what lies downstream of it is consequence.
+    """Put a mismatch at the cause's place first: downstream mismatches are consequences.
 
-    What is held against the model comes before what is held against another rank, which may itself be wrong.
+    Mismatches with the model come before those with another rank, which may itself be wrong.
     """
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
 

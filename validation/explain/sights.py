@@ -1,4 +1,4 @@
-"""What an explanation adds to the numbers of a verdict: each recorded tensor, and each parameter's coefficients."""
+"""Numbers that an explanation adds to a verdict: each recorded tensor, and each parameter's coefficients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Measured, Sight, Weights
-from pipeproof.core.measuring import ran_of, sight
+from pipeproof.core.measuring import sight, trace_of
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.observe.recording import (
     FLOWED,
@@ -36,41 +36,41 @@ _ALWAYS = (
     FLOWED,
     HANDED_ON,
     LATE,
-)  # what is kept where it is right; elsewhere only what is wrong
+)  # kept even if right; at other points only wrong tensors are kept
 _UNKNOWN = Cell(None)
 
 
-def measured(evidence: Evidence, found: Verdict) -> Measured:
-    """The numbers of ``evidence``'s verdict, with all that is known once its cause was ``found``."""
+def measure(evidence: Evidence, found: Verdict) -> Measured:
+    """Numbers for the verdict, given its cause ``found``."""
     numbers = _coefficients(evidence, found)
-    if evidence.recording is None or evidence.seen is None:
+    if evidence.recording is None or evidence.run is None:
         return numbers
     number = evidence.diverged if evidence.divergences else evidence.number
-    return replace(numbers, ran=ran_of(evidence.seen, number, _sights(evidence, number)))
+    return replace(numbers, ran=trace_of(evidence.run, number, _sights(evidence, number)))
 
 
 def _sights(evidence: Evidence, number: int) -> Mapping[Action, Sequence[Sight]]:
-    recording = evidence.recorded(number)
+    recording = evidence.recording_of(number)
     if recording is None:
         return {}
     ground, first = evidence.ground(number), {one.point: one for one in evidence.divergences}
     executed = {action for rank in evidence.observed.ranks for action in rank[number].executed}
-    seen: dict[Action, list[Sight]] = {}
+    observed: dict[Action, list[Sight]] = {}
     for point in (point for point in ground.expected if any(_there(point, recording, ground))):
         one = _sight(point, recording, ground, first.get(point))
         if point.where in _ALWAYS or not one.agrees:
-            seen.setdefault(_action(point, executed), []).append(one)
-    return {action: sorted(sights, key=lambda one: (one.made, one.what)) for action, sights in seen.items()}
+            observed.setdefault(_action(point, executed), []).append(one)
+    return {action: sorted(sights, key=lambda one: (one.made, one.what)) for action, sights in observed.items()}
 
 
 def _there(point: Point, recording: Recording, ground: Ground) -> list[bool]:
-    """Of the tensors that were recorded at ``point`` and those that are due, which are there at all."""
-    seen = recording.tensors.get(point)
-    return [] if seen is None else [one is not None for one in (*seen, *ground.expected[point])]
+    """Tell presence for recorded and expected tensors at ``point``."""
+    observed = recording.tensors.get(point)
+    return [] if observed is None else [one is not None for one in (*observed, *ground.expected[point])]
 
 
 def _action(point: Point, executed: set[Action]) -> Action:
-    """The action at which ``point`` is, a backward as it was written."""
+    """The action at ``point``, a backward in the rank's own notation."""
     if point.where in FORWARD_POINTS:
         return Action(point.stage, Kind.FORWARD, point.microbatch)
     kinds = [Kind.BACKWARD_WEIGHT] if point.where == LATE else [Kind.BACKWARD, Kind.BACKWARD_INPUT]
@@ -85,18 +85,22 @@ def _sight(point: Point, recording: Recording, ground: Ground, first: Divergence
     return sight(point, point.where, right, likeness, error=size, limit=ground.limit)
 
 
-def _error(seen: Sequence[Tensor | None], due: Sequence[Tensor | None]) -> float | None:
-    """The largest error of the tensors at one place; None where they are no pairs."""
-    pairs = [(one, other.cpu()) for one, other in zip(seen, due, strict=False) if one is not None and other is not None]
+def _error(observed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float | None:
+    """The largest tensor error at a place; None without pairs."""
+    pairs = [
+        (one, other.cpu())
+        for one, other in zip(observed, expected, strict=False)
+        if one is not None and other is not None
+    ]
     return max((error(one, other) for one, other in pairs), default=None)
 
 
 def _coefficients(evidence: Evidence, found: Verdict) -> Measured:
-    """The coefficients of each parameter of the stage at fault, where those of stages are told."""
+    """Coefficients by parameter for the faulty stage."""
     if found.cells is None or evidence.attribution is None:
         return found.measured
     wrong = [stage for stage, row in enumerate(found.cells.rows) if not all(cell.right for cell in row)]
-    at = next((cause.stage for cause in found.cause if cause.stage is not None), wrong[-1])
+    at = next((cause.stage for cause in found.causes if cause.stage is not None), wrong[-1])
     explained, row = evidence.attribution.stages[at], found.cells.rows[at]
     return replace(found.measured, stage=at, weights=tuple(_weights(explained, row)))
 
@@ -108,7 +112,7 @@ def _weights(explained: Explanation, row: tuple[Cell, ...]) -> list[Weights]:
 
 
 def _of(odd: Likeness, row: tuple[Cell, ...]) -> tuple[Cell, ...]:
-    """The coefficients of a parameter by itself, as far as what it is says them."""
+    """Coefficients for a single parameter, from its likeness."""
     if odd.kind == "right":
         return tuple(Cell(1.0) for _ in row)
     if odd.kind in ("zero", "missing"):

@@ -1,4 +1,4 @@
-"""A tensor as a combination of others: which coefficients explain it down to rounding, and which stay undecided.
+"""Linear combinations: coefficients that explain a tensor up to rounding, and undecided coefficients.
 
 Legend: D elements, N atoms. Everything in fp64. Orthogonal least squares is Chen, Billings and Luo's forward selection
 (International Journal of Control 50, 1989): of all atoms, the next is the one that leaves the smallest residual.
@@ -24,7 +24,7 @@ _SKETCH = 2048
 
 @dataclass(frozen=True)
 class Fit:
-    """``coefficients`` of the atoms, and what they leave: ``residual``, relative to the size of what was added.
+    """``coefficients`` for the atoms, and the ``residual``, relative to the addends' size.
 
     ``uncertain[k]`` bounds how far rounding may have moved coefficient k.
     """
@@ -34,15 +34,15 @@ class Fit:
     uncertain: tuple[float, ...]
 
     def hopeless(self, limit: float) -> bool:
-        """Whether no coefficients at all leave as little as ``limit``.
+        """True if every fit leaves more than ``limit``.
 
-        These leave the least, but for what an atom that is hardly new could still take away.
+        These leave the least, up to the part that a nearly dependent atom could still take away.
         """
         return self.residual > limit + APART * math.sqrt(len(self.coefficients))
 
 
 def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) -> float:
-    """What coefficients (N) of atoms (N, D) leave of observed (D), relative to the size of what was added."""
+    """Residual in observed (D) after coefficients (N) on atoms (N, D), relative to the addends' size."""
     used = [k for k, c in enumerate(coefficients) if c]
     weights = torch.tensor([coefficients[k] for k in used], dtype=torch.float64)
     atoms = atoms[used]
@@ -52,8 +52,10 @@ def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) 
 
 
 def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> Fit:
-    """Least squares: observed (D) by atoms (N, D). ``limit``: the residual that is still rounding, relative to the size
-    of what was added, which is at least ``size``."""
+    """Least squares: observed (D) by atoms (N, D).
+
+    ``limit``: the residual of rounding, relative to the size of the addends, at least ``size``.
+    """
     count, length = atoms.shape
     if count == 0 or length == 0:
         whole = observed.norm().item()
@@ -62,7 +64,7 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     norms = atoms.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
     unit = atoms / norms[:, None]
     # The singular values of all atoms together say which of their combinations the observed tensor can tell apart. The
-    # products of atoms have them squared, and are few: what that costs in digits, a second round gives back.
+    # products of atoms have them squared, and are few: a second round recovers the lost digits.
     squares, vectors = torch.linalg.eigh(unit @ unit.T)  # (N) (N, N)
     kept = squares > (APART**2) * squares[-1]
     inverse = torch.where(kept, 1 / squares.clamp_min(1e-300), 0.0)
@@ -79,9 +81,9 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
 
 
 def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[float, ...] | None:
-    """How often each of ``parts`` is in ``whole``, if they explain it within ``limit``; all are taken as vectors.
+    """Count each part in ``whole``, if they explain it within ``limit``; all as vectors.
 
-    None where they do not, where another answer would do as well, or where elements are too few to tell.
+    None if they do not, if another answer fits as well, or with too few elements.
     """
     target, atoms = (tensor.double().cpu() for tensor in (whole.flatten(), torch.stack([p.flatten() for p in parts])))
     if not bool(target.isfinite().all()) or not bool(atoms.isfinite().all()) or not target.any():
@@ -90,26 +92,26 @@ def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[flo
     if not conclusive(telling, used=len(atoms), atoms=len(atoms), limit=limit):
         return None
     made = fit(target, atoms, limit)
-    if max(made.uncertain) > decided(limit) or made.residual > limit:
+    if max(made.uncertain) > decide_within(limit) or made.residual > limit:
         return None
     numbers = [simple(c, bound, limit) for c, bound in zip(made.coefficients, made.uncertain, strict=True)]
     plain = level(numbers, made.uncertain)
     return tuple(plain) if residual_of(target, atoms, plain) <= limit else made.coefficients
 
 
-def told_within(dtype: torch.dtype) -> float:
-    """The relative error within which a tensor of ``dtype`` is still said to be a combination of others."""
+def tell_within(dtype: torch.dtype) -> float:
+    """The relative error within which ``dtype`` tensors may count as combinations."""
     precision = precision_of(dtype)
     return min(precision.most, max(FP32.most, precision.least))
 
 
 def whole_within(dtype: torch.dtype) -> float:
-    """How near to a whole number a coefficient of tensors of ``dtype`` must be to count as one."""
+    """The distance to a whole number within which coefficients in ``dtype`` count as whole."""
     return max(ALIKE, 4 * precision_of(dtype).unit)
 
 
 def level(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
-    """Coefficients, with one number for those that rounding alone, within ``bounds``, may have put apart."""
+    """Replace coefficients that differ only by rounding, within ``bounds``, by their mean."""
     found = list(values)
     left = sorted((k for k, bound in enumerate(bounds) if bound), key=lambda k: values[k])
     while left:
@@ -122,41 +124,41 @@ def level(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
     return found
 
 
-def decided(limit: float) -> float:
-    """How well a coefficient must be known, where rounding leaves ``limit``: coarse types decide whole numbers only."""
+def decide_within(limit: float) -> float:
+    """The precision needed of a coefficient, if rounding leaves ``limit``: coarse types decide whole numbers only."""
     return min(max(DECIDED, FEW * limit), TELLING)
 
 
 def orders(count: int) -> float:
-    """The logarithm of the number of orders that so many things have."""
+    """The logarithm of the number of orders for ``count`` things."""
     return math.lgamma(count + 1)
 
 
 def choices(count: int, of: int) -> float:
-    """The logarithm of the number of ways to choose so many ``of`` things."""
+    """The logarithm of the number of ways to choose ``count`` things from ``of``."""
     return orders(of) - orders(count) - orders(of - count)
 
 
 def simple(value: float, bound: float, limit: float) -> float:
-    """The whole number, or one over one, that ``value`` may well be; or itself."""
+    """The whole number or reciprocal close to ``value``, or ``value`` itself."""
     small = abs(value) <= max(bound, limit)
     near = 0.0 if small else float(round(value)) if abs(value) > 2 / 3 else 1 / round(1 / value)
-    return near if abs(near - value) <= min(max(bound, CLOSE * abs(near)), decided(limit)) else value
+    return near if abs(near - value) <= min(max(bound, CLOSE * abs(near)), decide_within(limit)) else value
 
 
 def conclusive(size: int, *, used: int, atoms: int, limit: float, ways: float = 0.0) -> bool:
-    """Whether ``used`` of ``atoms`` atoms that leave no more than ``limit`` of ``size`` elements do so for a reason.
+    """True if fitting ``used`` from ``atoms`` atoms, leaving ``limit`` in ``size`` elements, cannot be chance.
 
     Each element beyond the coefficients would agree by chance once in 1 / limit times, and there were as many tries as
-    there are choices of so many atoms, times what ``ways`` is the logarithm of.
+    there are choices of so many atoms, times exp(``ways``).
     """
     return (size - used) * math.log(limit) + choices(used, of=atoms) + ways <= math.log(CHANCE)
 
 
 def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:
-    """Atoms (N, D), one at a time, until they leave of observed (D) a norm of ``goal``, or there are ``most``.
+    """Select atoms (N, D) one at a time, until observed (D) leaves the norm ``goal``, or at ``most`` atoms.
 
-    What each atom still has in common with the rest of ``observed``, and how much of it is new, is carried from step to
+    The common part of each atom with the rest of ``observed``, and the size of its new part, carry over from step to
     step: each step then reads the atoms once, and writes none.
     """
     target, rows = _sketch(observed, atoms)
@@ -171,7 +173,7 @@ def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[i
             break
         best = int(torch.where(usable, common.abs() / new.clamp_min(1e-300).sqrt(), -1.0).argmax())
         direction = rows[best]
-        for _ in range(2):  # once more for what rounding left of the basis
+        for _ in range(2):  # once more against rounding in the basis
             direction = direction - (basis @ direction) @ basis
             direction = direction / direction.norm()
         along, step = rows @ direction, direction @ target
@@ -182,15 +184,15 @@ def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[i
     return picked
 
 
-def alike(atoms: Tensor, picked: Sequence[int], limit: float) -> set[int]:
-    """Those of the ``picked`` atoms (N, D) that another atom equals but for its size: nothing tells the two apart."""
+def find_alike(atoms: Tensor, picked: Sequence[int], limit: float) -> set[int]:
+    """The ``picked`` atoms (N, D) proportional to another atom: indistinguishable."""
     unit = atoms / atoms.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     close = (unit[list(picked)] @ unit.T).abs() >= 1 - max(limit**2 / 2, 1e-12)
     return {k for k, row in zip(picked, close, strict=True) if int(row.sum()) > 1}
 
 
 def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with fewer elements and almost the same inner products: signed sums of elements drawn at random."""
+    """Both with fewer elements and almost the same inner products: signed sums of random elements."""
     size = len(observed)
     if size <= 2 * _SKETCH:
         return observed, atoms
@@ -206,21 +208,21 @@ def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Parameters laid end to end, each divided by the size of its expected gradient, so that all count alike."""
+    """Parameters laid end to end, each scaled by its expected gradient, so that all count alike."""
 
     names: tuple[str, ...]
     sizes: list[int]
     scale: Tensor
 
     @classmethod
-    def of(cls, due: Mapping[str, Gradient]) -> Self:
-        """That of all parameters of ``due``."""
-        sizes = [0 if gradient is None else gradient.numel() for gradient in due.values()]
-        scales = torch.tensor([size_of(gradient) for gradient in due.values()], dtype=torch.float64)
-        return cls(tuple(due), sizes, scales.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
+    def of(cls, expected: Mapping[str, Gradient]) -> Self:
+        """Lay out all parameters in ``expected``."""
+        sizes = [0 if gradient is None else gradient.numel() for gradient in expected.values()]
+        scales = torch.tensor([size_of(gradient) for gradient in expected.values()], dtype=torch.float64)
+        return cls(tuple(expected), sizes, scales.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
 
     def rows(self, every: Sequence[Mapping[str, Gradient]]) -> Tensor:
-        """Each of ``every`` (N) end to end in fp64 (N, D); None is zero."""
+        """Lay gradients end to end in fp64 (N, D); zeros for None."""
         made = torch.empty(len(every), len(self.scale), dtype=torch.float64)
         for row, gradients in zip(made, every, strict=True):
             found = zip(self.sizes, map(gradients.get, self.names), strict=True)
@@ -229,13 +231,13 @@ class ParameterLayout:
         return made.div_(self.scale)
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """The part of each parameter in tensors (..., D)."""
+        """Split tensors (..., D) by parameter."""
         return dict(zip(self.names, torch.split(rows, self.sizes, dim=-1), strict=True))
 
 
 @dataclass(frozen=True)
 class System:
-    """The gradients of some of a stage's parameters, and atoms beside them as rows."""
+    """A stage's parameter gradients, with atoms as rows."""
 
     layout: ParameterLayout
     atoms: Sequence[Atom]
@@ -243,9 +245,9 @@ class System:
     rows: Tensor
 
     @classmethod
-    def of(cls, atoms: Sequence[Atom], layout: ParameterLayout, seen: Mapping[str, Gradient]) -> Self:
-        """The system of the parameters of ``layout``, all of which have gradients."""
-        return cls(layout, atoms, layout.rows([seen])[0], layout.rows([atom.gradients for atom in atoms]))
+    def of(cls, atoms: Sequence[Atom], layout: ParameterLayout, observed: Mapping[str, Gradient]) -> Self:
+        """Build the system for the parameters in ``layout``, all with gradients."""
+        return cls(layout, atoms, layout.rows([observed])[0], layout.rows([atom.gradients for atom in atoms]))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -253,11 +255,11 @@ class System:
 
     @cached_property
     def size(self) -> int:
-        """How many elements say something: those that are always 0 do not."""
+        """Count elements, without constant zeros."""
         return int(((self.rows != 0).any(dim=0) | (self.target != 0)).sum())
 
     def only(self, names: Sequence[str]) -> Self:
-        """The part of ``names``."""
+        """Restrict to ``names``."""
         kept = [k for k, name in enumerate(self.names) if name in names]
 
         def part(rows: Tensor) -> Tensor:
@@ -269,11 +271,11 @@ class System:
         return type(self)(layout, self.atoms, part(self.target), part(self.rows))
 
     def conclusive(self, used: int, limit: float) -> bool:
-        """Whether an explanation by ``used`` of the atoms cannot be chance."""
+        """True if an explanation by ``used`` atoms cannot be chance."""
         return conclusive(self.size, used=used, atoms=len(self.atoms), limit=limit)
 
     def residual(self, weights: Sequence[float]) -> float:
-        """What ``weights`` of the atoms leave of all parameters together, relative to the size of what they add."""
+        """Residual over all parameters after ``weights`` on the atoms, relative to the addends' size."""
         return residual_of(self.target, self.rows, weights)
 
     def residuals(self, weights: Sequence[float]) -> dict[str, float]:
@@ -283,48 +285,49 @@ class System:
 
 
 def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
-    """The coefficients of ``atoms``, 0 for those that have none."""
+    """Coefficients by atom, 0 by default."""
     return [terms.get(atom.term, 0.0) for atom in atoms]
 
 
-def kept_of(terms: Mapping[Term, float]) -> dict[Term, float]:
-    """``terms`` without those that should not be there and hardly are."""
+def drop_small(terms: Mapping[Term, float]) -> dict[Term, float]:
+    """Drop wrong terms with negligible coefficients."""
     return {term: c for term, c in terms.items() if term.nominal or abs(c) > ALIKE}
 
 
 def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:
-    """Whether rounding, within ``bounds``, may have put there what should not be, or made all more or less than due."""
+    """True if rounding, within ``bounds``, may explain wrong terms or wrong sizes."""
     off = {term: abs(c - term.nominal) for term, c in terms.items() if c != term.nominal}
     within = {term: gap <= bounds.get(term, 0.0) < float("inf") for term, gap in off.items()}
     return bool(within) and (all(within.values()) or any(one for term, one in within.items() if not term.nominal))
 
 
-def of_rounding(seen: Gradient, due: Gradient, wide: Gradient, largest: float) -> bool:
-    """Whether a gradient is nothing, as is due, or rounding alone, as where a softmax takes no notice of a bias.
+def of_rounding(observed: Gradient, expected: Gradient, wide: Gradient, largest: float) -> bool:
+    """True for an expected zero gradient, or pure rounding, such as a bias before a softmax.
 
-    It tells nothing. ``wide``: what it is in fp64. ``largest`` is the largest element of all gradients that are due.
+    It carries no information. ``wide``: the gradient in fp64. ``largest``: the largest element of all expected
+    gradients.
     """
-    if stands_for_none(seen) and stands_for_none(due):
+    if stands_for_none(observed) and stands_for_none(expected):
         return True
-    if seen is None or due is None or wide is None or not due.numel():
+    if observed is None or expected is None or wide is None or not expected.numel():
         return False
-    floor = rounding_of(due.cpu(), wide)
-    small = due.abs().max().item() <= floor.precision.most * largest
-    return small and floor.noise and floor.compared(seen.cpu(), due.cpu())[1] == "pass"
+    floor = rounding_of(expected.cpu(), wide)
+    small = expected.abs().max().item() <= floor.precision.most * largest
+    return small and floor.noise and floor.compare(observed.cpu(), expected.cpu())[1] == "pass"
 
 
 def size_of(gradient: Gradient) -> float:
-    """The norm of a gradient; 1 where it is zero or None."""
+    """A gradient's norm; 1 for zero or None."""
     return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0
 
 
-def limit_of(due: Gradient, wide: Gradient, *, coarse: torch.dtype | None = None) -> float:
-    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run.
+def limit_of(expected: Gradient, wide: Gradient, *, coarse: torch.dtype | None = None) -> float:
+    """The rounding limit for a parameter, from the rounding of the expected gradient on this very run.
 
-    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in. Or in
-    that of ``coarse``, if that is narrower.
+    In the precision of the expected gradient, from the type that computed it, whatever type the step adds up in; or in
+    that of ``coarse``, if narrower.
     """
-    if due is None or wide is None:
+    if expected is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
-    precision = coarsest([precision_of(one) for one in (due.dtype, coarse) if one is not None])
-    return replace(rounding_of(due.cpu(), wide, precision=precision), size=0.0).limit
+    precision = coarsest([precision_of(one) for one in (expected.dtype, coarse) if one is not None])
+    return replace(rounding_of(expected.cpu(), wide, precision=precision), size=0.0).limit

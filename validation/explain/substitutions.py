@@ -1,7 +1,7 @@
-"""What may go wrong in a step, one thing each, as a change in the model that a reference plays.
+"""Possible faults in a step, one by one, as changes in the reference's model.
 
-What passes between stages is changed on its way there or back; so is what modules inside a stage are given or put out,
-where ranks share their work. Or the input that a stage keeps is overwritten before its backward.
+A tensor between stages changes on its way there or back; so does an input or output of modules inside a stage whose
+ranks share their work. Or the stored input of a stage is overwritten before its backward.
 """
 
 import re
@@ -28,10 +28,10 @@ Way = Callable[[Any], Any]  # of several tensors
 
 @dataclass(frozen=True)
 class Substitution:
-    """One thing that may have gone wrong: a kind of cause and its words, and the model with it ``planted``.
+    """One possible fault: a kind of cause and its words, and the model with it ``planted``.
 
-    ``stages`` are those where it is; none: between all. ``forward``: losses follow from it. ``given``: the data of a
-    microbatch where they are not its own.
+    ``stages``: its places; none: between all. ``forward``: losses follow from it. ``given``: the data of a microbatch,
+    if not its own.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Substitution:
 
 
 def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Substitution]:
-    """What may become of tensors of ``dtype`` between stages."""
+    """Yield faults in ``dtype`` tensors between stages."""
     ends = [stage for stage in range(stages - 1) if beside.ends(stage)]
     for stage in ends:
         places, there, back = beside.ends(stage), (stage + 1,), (stage,)
@@ -52,16 +52,16 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
         for kind, text, way in _changes("its output gradient", [f"the gradient of {one}" for one in places], dtype):
             yield Substitution(kind, text, back, False, _passing(beside, stage, back=way))
         for name in narrower(dtype):
-            both = _passing(beside, stage, there=_rounded(name), back=_rounded(name))
+            both = _passing(beside, stage, there=_round(name), back=_round(name))
             text = f"its input and its input gradient are {name}-rounded"
             yield Substitution("rounded", text, there, True, both)
         for other in ends[: ends.index(stage)]:
             text = f"its input is that of stage {other + 1}"
-            yield Substitution("wrong-message", text, there, True, _given_of(beside, stage, other))
+            yield Substitution("wrong-message", text, there, True, _repeat_passage(beside, stage, other))
         zero = _keeping(beside, stage + 1, torch.zeros_like)
         yield Substitution("overwritten", "its saved input is zero in its backward", there, False, zero)
     for name in narrower(dtype) if len(ends) > 1 else ():
-        way = _rounded(name)
+        way = _round(name)
         for text, forward, ways in (
             ("forward", True, {"there": way}),
             ("backward", False, {"back": way}),
@@ -71,14 +71,14 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
             yield Substitution("rounded", f"what passes {text} between stages is {name}-rounded", (), forward, every)
 
 
-def kept_otherwise(beside: ModelBeside, stage: int) -> Substitution:
-    """Anything else in place of what ``stage`` keeps of its input: it shows which gradients depend on that."""
+def change_kept(beside: ModelBeside, stage: int) -> Substitution:
+    """Put noise into the stored input on ``stage``: it shows the dependent gradients."""
     text = "its saved input is overwritten before its backward"
     return Substitution("overwritten", text, (stage,), False, _keeping(beside, stage, _noise))
 
 
 def of_data(batches: Sequence[Batch]) -> Iterator[Substitution]:
-    """What may become of the inputs of microbatches before the first stage."""
+    """Yield faults in microbatch inputs before the first stage."""
     for k in (k for k, one in enumerate(batches[0].inputs) if isinstance(one, Tensor)):
         for other in (None, *range(len(batches))):
             kind, what = ("altered", "zero") if other is None else ("swapped-data", f"microbatch {other}'s")
@@ -89,12 +89,12 @@ def of_data(batches: Sequence[Batch]) -> Iterator[Substitution]:
 def inside(
     beside: ModelBeside, sites: Collection[Site], ranks: int, reaches: Callable[[Substitution], bool]
 ) -> Iterator[Substitution]:
-    """What modules that share their work over ``ranks`` may be given or put out: a sum taken twice, a mean, nothing.
+    """Faults inside modules that share their work over ``ranks``: a sum taken twice, a mean, nothing.
 
-    Those alone of which one factor ``reaches`` what is wrong. What is alike in layers goes forward in all together.
+    Only modules for which one factor ``reaches`` the wrong results. Forwards of repeated layers change all together.
     """
-    points = [(f"the input of {text}", Passage(into=into)) for text, into in _alike(beside.modules, str)]
-    outputs = _alike(beside.places, module_of)
+    points = [(f"the input of {text}", Passage(into=into)) for text, into in _group_alike(beside.modules, str)]
+    outputs = _group_alike(beside.places, module_of)
     points += [(f"output {places[0].split()[1]} of {text}", Passage(places)) for text, places in outputs]
     together = {place for _, places in outputs if len(places) > 1 for place in places}
     sizes = [float(n) for n in range(2, ranks + 1) if ranks % n == 0]
@@ -103,7 +103,7 @@ def inside(
         modules = [*point.into, *map(module_of, point.places)]
         stages = tuple(sorted({s for s, name in sites if any(name.startswith(f"{one}.") for one in modules)}))
 
-        times = partial(_multiplied, point, stages)
+        times = partial(_multiply, point, stages)
         if reaches(times("", 0.0, "back")):
             yield from (times(f"the gradient of {text}", factor, "back") for factor in (*factors, 0.0))
         for factor in factors if len(point.places) > 1 or not together.issuperset(point.places) else ():
@@ -112,18 +112,18 @@ def inside(
                 yield times(text, factor, "there")
 
 
-def _multiplied(point: Passage, stages: tuple[int, ...], what: str, factor: float, *ways: str) -> Substitution:
+def _multiply(point: Passage, stages: tuple[int, ...], what: str, factor: float, *ways: str) -> Substitution:
     passage = Passage(point.places, into=point.into, **dict.fromkeys(ways, _times(factor)))
     planted = partial(passing, passages=[passage])
     return Substitution("computation", f"{what} is multiplied by {factor:g}", stages, "there" in ways, planted)
 
 
 def _changes(whole: str, names: Sequence[str], dtype: torch.dtype) -> Iterator[tuple[str, str, Way]]:
-    """Kinds, words and ways in which all that passes may be changed, or one of several."""
+    """Yield kinds, words and changes for all crossing tensors, or one among several."""
     several = names if len(names) > 1 else ()
     for text, k in ((whole, None), *((one, k) for k, one in enumerate(several))):
         for name in narrower(dtype):
-            yield "rounded", f"{text} is {name}-rounded", _rounded(name, k)
+            yield "rounded", f"{text} is {name}-rounded", _round(name, k)
         yield "uninitialised", f"{text} is zero", _each(torch.zeros_like, k)
     for k, other in permutations(range(len(several)), 2):
         yield "wrong-message", f"in place of {names[k]} comes {names[other]}", _in_place_of({k: other})
@@ -132,7 +132,7 @@ def _changes(whole: str, names: Sequence[str], dtype: torch.dtype) -> Iterator[t
 
 
 def _each(change: Change, concerned: int | None = None) -> Way:
-    """``change`` of that one of several tensors, or of all."""
+    """Apply ``change`` to a numbered tensor, or to all."""
     return lambda values: tuple(
         one if one is None or concerned not in (None, k) else change(one) for k, one in enumerate(values)
     )
@@ -142,7 +142,7 @@ def _times(factor: float) -> Way:
     return _each(lambda one: one * factor)
 
 
-def _rounded(name: str, concerned: int | None = None) -> Way:
+def _round(name: str, concerned: int | None = None) -> Way:
     return _each(lambda one: one.to(ROUNDED_TO[name]).to(one.dtype), concerned)
 
 
@@ -159,7 +159,7 @@ def _shapes(values: Values) -> list[torch.Size | None]:
 
 
 def _passage(beside: ModelBeside, stage: int, **ways: Way) -> Passage:
-    """Where ``stage`` ends: where several modules put that out, all at once into what comes after."""
+    """The crossing at the end of ``stage``: with several output modules, all at once into the next."""
     places = beside.ends(stage)
     into = beside.later(stage) if len({*map(module_of, places)}) > 1 else ()
     return Passage(places, into=into, **ways)
@@ -169,8 +169,8 @@ def _passing(beside: ModelBeside, stage: int, **ways: Way) -> Planted:
     return partial(passing, passages=[_passage(beside, stage, **ways)])
 
 
-def _given_of(beside: ModelBeside, stage: int, other: int) -> Planted:
-    """What passes the end of ``other``, an earlier stage, once more at the end of ``stage``."""
+def _repeat_passage(beside: ModelBeside, stage: int, other: int) -> Planted:
+    """Repeat an earlier stage's crossing at the end of ``stage``."""
     held: list[Values] = []
 
     def hold(values: Values) -> Values:
@@ -184,7 +184,7 @@ def _given_of(beside: ModelBeside, stage: int, other: int) -> Planted:
 
 
 def _keeping(beside: ModelBeside, stage: int, change: Change) -> Planted:
-    """``change`` of what ``stage`` is given, in place, once a gradient comes to its end."""
+    """Apply ``change`` to the stage's input, in place, after a gradient reaches its end."""
     held: list[Tensor] = []
 
     def hold(values: Values) -> Values:
@@ -204,15 +204,15 @@ def _noise(tensor: Tensor) -> Tensor:
 
 
 def _with_input(batches: Sequence[Batch], k: int, other: int | None, m: int) -> Batch:
-    """Microbatch m with input ``k`` of the ``other`` one, if that has its shape, or with zeros."""
+    """Microbatch m with input ``k`` from ``other``, if the shapes match, or with zeros."""
     own = batches[m]
     given = torch.zeros_like(own.inputs[k]) if other is None else batches[other].inputs[k]
     same = given.shape == own.inputs[k].shape
     return replace(own, inputs=(*own.inputs[:k], given, *own.inputs[k + 1 :])) if same else own
 
 
-def _alike(names: Iterable[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:
-    """``names`` of what is alike in all layers, together; then each of several by itself. With words for them."""
+def _group_alike(names: Iterable[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Group ``names`` in repeated layers; then each alone, with words for them."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in filter(module, names):
         number = name.split()[1] if " of " in name else ""

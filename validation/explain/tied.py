@@ -1,4 +1,4 @@
-"""The copies of tied parameters: how often each stage's share is in each copy's gradient."""
+"""Copies by tied parameter: how often each stage's share counts in each gradient."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +11,18 @@ from pipeproof.core.tolerance import error, same_bits
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.limits import ALIKE
-from pipeproof.explain.reordering import reordered
+from pipeproof.explain.reordering import is_reordered
 from pipeproof.explain.solver import counts_of, limit_of
 from pipeproof.reference.step import Gradient, Site, Stage
 
 
 @dataclass(frozen=True)
 class Shares:
-    """One copy of a tied parameter: ``counts[stage]`` is how often that stage's share is in its gradient.
+    """A tied parameter's copy: ``counts[stage]`` counts that stage's share.
 
-    ``explained``: that leaves only rounding. ``absent``: "missing" or "zero" in place of any count. ``turned``: the
-    stage whose share's elements are in another order. ``joint``: the stages whose shares are known as one alone, which
-    is counted at the first of them. ``apart``: the stages whose copies are alike; what these groups have makes the
-    whole sum.
+    ``explained``: only rounding is left. ``absent``: "missing" or "zero" in place of any count. ``turned``: the stage
+    whose share has its elements in another order. ``joint``: stages whose shares are known only together, counted at
+    the first. ``apart``: groups of stages with equal copies; the groups together make the whole sum.
     """
 
     stage: Stage
@@ -37,57 +36,57 @@ class Shares:
 
     @property
     def alone(self) -> bool:
-        """Whether it has the share of its own stage once, and nothing else."""
+        """True if the stage's share counts once, and nothing else."""
         plain = self.explained and not self.absent and self.turned is None and not self.joint
         return plain and all(count == (stage == self.stage) for stage, count in self.counts.items())
 
     @property
     def right(self) -> bool:
-        """Whether every share is in it once."""
+        """True if every share counts once."""
         whole = not self.absent and self.turned is None and not self.apart
         return self.explained and whole and all(count == 1 for count in self.counts.values())
 
 
 def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares, ...]:
-    """Each copy of each parameter that stages share, in terms of what the stages are known to give."""
+    """Explain each copy for each tied parameter by the stages' shares."""
     found = []
     for copies in update.tied:
-        shares = {stage: stages[stage].predicted(name) for stage, name in copies.items()}
+        shares = {stage: stages[stage].predict(name) for stage, name in copies.items()}
         wide = _sum([_nominal(stages[stage], name) for stage, name in copies.items()])
         for stage, name in sorted(copies.items()):
-            due = update.expected.get((stage, name))
-            if due is not None:
-                limit = limit_of(due, wide, coarse=update.coarse)
-                seen = update.observed.get((stage, name))
+            expected = update.expected.get((stage, name))
+            if expected is not None:
+                limit = limit_of(expected, wide, coarse=update.coarse)
+                observed = update.observed.get((stage, name))
                 factors = {1.0, *_factor(stages[stage])}  # right, whatever else is wrong, or as its stage is after all
-                if seen is not None and any(
-                    error(seen.double().cpu(), f * due.double().cpu()) <= limit for f in factors
+                if observed is not None and any(
+                    error(observed.double().cpu(), f * expected.double().cpu()) <= limit for f in factors
                 ):
                     copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)
                 else:
-                    copy = shares_of((stage, name), seen, shares, limit)
+                    copy = shares_of((stage, name), observed, shares, limit)
                 joint = _joint(copies, shares)
-                apart = _apart(update, copies, due, limit) if joint else ()
+                apart = _groups_apart(update, copies, expected, limit) if joint else ()
                 found.append(replace(copy, joint=joint, apart=apart))
     return tuple(found)
 
 
 def _factor(explanation: Explanation) -> set[float]:
-    """The one factor of all that a stage has; empty where that is not one, or not known."""
+    """A stage's single factor; empty without one, or if unknown."""
     found = {c for term, c in explanation.coefficients.items() if term.nominal or c}
     return found if explanation.explained and len(found) == 1 and all(found) else set()
 
 
-def shares_of(site: Site, seen: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
-    """What the copy at ``site`` is made of: how often of each stage's share, or which of these it has otherwise."""
-    copy = _copy(*site, seen, shares, limit)
-    if seen is None or copy.explained:
+def shares_of(site: Site, observed: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
+    """Count each stage's share in the copy at ``site``, or find a share with another order of elements."""
+    copy = _copy(*site, observed, shares, limit)
+    if observed is None or copy.explained:
         return copy
-    return _turned(copy, seen, shares, limit) or copy
+    return _find_turned(copy, observed, shares, limit) or copy
 
 
 def _joint(copies: Mapping[Stage, str], shares: Mapping[Stage, Gradient]) -> tuple[Stage, ...]:
-    """The stages that hold a copy under one name of which the first is known to have a share alone."""
+    """Stages that hold a copy under one name, if only the first share seems known."""
     joint = []
     for name in sorted(set(copies.values())):
         stages = sorted(stage for stage, own in copies.items() if own == name)
@@ -96,46 +95,54 @@ def _joint(copies: Mapping[Stage, str], shares: Mapping[Stage, Gradient]) -> tup
     return tuple(sorted(joint))
 
 
-def _apart(update: Update, copies: Mapping[Stage, str], due: Tensor, limit: float) -> tuple[tuple[Stage, ...], ...]:
-    """The stages that have the same gradient, group by group, where only all groups together make the sum."""
+def _groups_apart(
+    update: Update, copies: Mapping[Stage, str], expected: Tensor, limit: float
+) -> tuple[tuple[Stage, ...], ...]:
+    """Groups of stages with equal gradients, if only all groups together make the sum."""
     groups: list[tuple[Tensor, list[Stage]]] = []
     for stage, name in sorted(copies.items()):
-        seen = update.observed.get((stage, name))
-        if seen is None or seen.shape != due.shape:
+        observed = update.observed.get((stage, name))
+        if observed is None or observed.shape != expected.shape:
             return ()
-        group = next((stages for known, stages in groups if same_bits(known, seen)), None)
+        group = next((stages for known, stages in groups if same_bits(known, observed)), None)
         if group is None:
-            groups.append((seen, [stage]))
+            groups.append((observed, [stage]))
         else:
             group.append(stage)
-    parts = [seen.double().cpu() for seen, _ in groups]
+    parts = [observed.double().cpu() for observed, _ in groups]
     whole = torch.stack(parts).sum(dim=0)
-    if not all(bool(part.any()) for part in parts) or len(groups) < 2 or not error(whole, due.double().cpu()) <= limit:
+    if (
+        not all(bool(part.any()) for part in parts)
+        or len(groups) < 2
+        or not error(whole, expected.double().cpu()) <= limit
+    ):
         return ()
     return tuple(tuple(stages) for _, stages in groups)
 
 
-def _copy(stage: Stage, name: str, seen: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
-    if seen is None or not bool(seen.any()):
-        return Shares(stage, name, {}, explained=True, absent="missing" if seen is None else "zero")
-    if not bool(seen.isfinite().all()):
+def _copy(stage: Stage, name: str, observed: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
+    if observed is None or not bool(observed.any()):
+        return Shares(stage, name, {}, explained=True, absent="missing" if observed is None else "zero")
+    if not bool(observed.isfinite().all()):
         return Shares(stage, name, {}, explained=False)
     known = {holder: share for holder, share in shares.items() if share is not None}
     whole = _sum([*known.values()])
-    if whole is not None and error(seen.double().cpu(), whole.double().cpu()) <= limit:
+    if whole is not None and error(observed.double().cpu(), whole.double().cpu()) <= limit:
         return Shares(stage, name, dict.fromkeys(known, 1.0), explained=True)
-    counts = counts_of(seen, [*known.values()], limit) if known else None
+    counts = counts_of(observed, [*known.values()], limit) if known else None
     return Shares(stage, name, dict(zip(known, counts or (), strict=False)), explained=counts is not None)
 
 
-def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit: float) -> Shares | None:
-    """A copy that is the sum of all shares but for the order of elements of one."""
+def _find_turned(copy: Shares, observed: Tensor, shares: Mapping[Stage, Gradient], limit: float) -> Shares | None:
+    """Find a copy with all shares, one in a different element order."""
     known = {stage: share for stage, share in shares.items() if share is not None and share.any()}
     turned = []
     for stage, share in known.items():
-        rest = seen.double().cpu() - sum((other.double() for s, other in known.items() if s != stage), torch.zeros(()))
-        more = max((seen.norm() / share.norm()).item(), (seen.abs().max() / share.abs().max()).item(), 1.0)
-        if reordered(rest, share, limit * more):  # rounding is that of the whole, however small the share
+        rest = observed.double().cpu() - sum(
+            (other.double() for s, other in known.items() if s != stage), torch.zeros(())
+        )
+        more = max((observed.norm() / share.norm()).item(), (observed.abs().max() / share.abs().max()).item(), 1.0)
+        if is_reordered(rest, share, limit * more):  # rounding is that of the whole, however small the share
             turned.append(stage)
     if len(turned) != 1:
         return None
@@ -152,7 +159,7 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
 
 
 def of_copies(every: Sequence[Mapping[Stage, str]], tied: Sequence[Shares]) -> Iterator[Cause]:
-    """One cause for each tied parameter, with its copies in ``every``, and a stage if only one of them is wrong."""
+    """Yield a cause for each tied parameter in ``every``, and a stage if only one copy differs."""
     for copies in every:
         wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
         if wrong and wrong[0].apart:
@@ -173,19 +180,19 @@ def of_copies(every: Sequence[Mapping[Stage, str]], tied: Sequence[Shares]) -> I
         if any(cause.kind == "altered" for cause in causes):
             yield next(cause for cause in causes if cause.kind == "altered")
         elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
-            one = replace(causes[0], stage=None, detail="; ".join(map(_held, causes)))
+            one = replace(causes[0], stage=None, detail="; ".join(map(_holder_text, causes)))
             yield replace(one, instead=_or_multiplied(wrong, copies) if one.kind == "tied-doubled" else ())
         else:
             yield from causes
 
 
-def _held(cause: Cause) -> str:
+def _holder_text(cause: Cause) -> str:
     what = f"{cause.parameter} of stage {cause.stage}"
     return f"{what} has {cause.detail}" if cause.detail else what
 
 
 def cause_of(copy: Shares, copies: Mapping[Stage, str], where: str) -> Cause:
-    """What a wrong copy shows; ``copies`` are the names of all of them, by stage, and ``where`` says which it is."""
+    """Name a wrong copy's cause; ``copies``: all names, by stage; ``where``: the copy in words."""
     wrong = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
     counts = list(copy.counts.values())
     if copy.turned is not None:
@@ -207,22 +214,22 @@ def cause_of(copy: Shares, copies: Mapping[Stage, str], where: str) -> Cause:
 
 
 def _is_whole(count: float) -> bool:
-    """Whether a share may be there that often by being added again."""
+    """True if repeated addition may explain a share's count."""
     return count == round(count) and count >= 1
 
 
 def _or_multiplied(wrong: Sequence[Shares], copies: Mapping[Stage, str]) -> tuple[Cause, ...]:
-    """That one stage's share was multiplied, which every copy would show as it does one that is added again."""
+    """A stage's multiplied share, as an alternative to repeated addition in every copy."""
     off = {(stage, count) for copy in wrong for stage, count in copy.counts.items() if count != 1}
     if len(off) != 1 or any(stage in copy.joint for copy in wrong for stage, _ in off):
         return ()
     ((stage, count),) = off
-    told = f"its share is there {count:g} times, the others once, in every copy"
-    return (Cause("scale", stage=stage, parameter=copies[stage], factor=count, detail=told),)
+    text = f"its share is there {count:g} times, the others once, in every copy"
+    return (Cause("scale", stage=stage, parameter=copies[stage], factor=count, detail=text),)
 
 
 def _of_share(copy: Shares, stage: Stage, copies: Mapping[Stage, str], where: str) -> Cause:
-    """That the share of one stage, which is added up with the others, was multiplied."""
+    """A stage's multiplied share, in a sum with other stages."""
     count = copy.counts[stage]
     detail = f"its share is there {count:g} times, the others once, in {where}"
     if count == -1:

@@ -1,7 +1,7 @@
-"""What is wrong and cannot follow from the causes that were found: a second fault is never dropped silently.
+"""Faults beyond the causes: a second fault never disappears silently.
 
-A cause reaches what lies behind it in the step: from a forward everything, from a backward the gradients of its stage
-and of those before it, from a sum that sum alone. Of what a cause may reach nothing is said.
+A cause reaches anything behind it in the step: from a forward everything, from a backward the gradients of its stage
+and of those before it, from a sum that sum alone. Mismatches that a cause may reach are left out.
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,30 @@ _OF_SUMS = ("gradient", "presence", "replicas", "tied-copies")
 
 
 def with_uncovered(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """``verdict`` with a line on what none of its explanations can have led to; where it has none, on all.
+    """Add a line to ``verdict`` on mismatches beyond its explanations; without any, on all.
 
-    Not where gradients are with their ranks alone: these find further causes.
+    Not if gradients stay with their ranks: these find further causes.
     """
     if not evidence.gradients and evidence.playable is None:
         return verdict
     first = min((one.operation for one in verdict.mismatches), default=1)
     wrong = [one for one in verdict.mismatches if one.operation == first and not one.within]
-    if not verdict.cause:
-        told = "" if verdict.undecided else "nothing explains this"
+    if not verdict.causes:
+        words = "" if verdict.undecided else "nothing explains this"
     else:
-        told, found = "not explained by this", evidence.attribution if verdict.undecided else None
+        words, found = "not explained by this", evidence.attribution if verdict.undecided else None
         if found is not None and {*found.unknown} & {*verdict.undecided}:  # that says more of gradients
             wrong = [one for one in wrong if one.law not in ("gradient", "presence")]
-        causes = [cause for explanation in (verdict.cause, *verdict.alternatives) for cause in explanation]
+        causes = [cause for explanation in (verdict.causes, *verdict.alternatives) for cause in explanation]
         ran = {cause.kind for cause in causes} >= _COUNTED or any(one.what == "forward" for one in wrong)
         wrong = [one for one in wrong if not any(_reaches(cause, one, evidence, ran=ran) for cause in causes)]
     laws = dict.fromkeys(one.law for one in wrong)
-    left = "; ".join(_named(law, [one for one in wrong if one.law == law]) for law in laws)
-    return replace(verdict, undecided=(*verdict.undecided, f"{told}: {left}")) if told and left else verdict
+    left = "; ".join(_describe_law(law, [one for one in wrong if one.law == law]) for law in laws)
+    return replace(verdict, undecided=(*verdict.undecided, f"{words}: {left}")) if words and left else verdict
 
 
-def _named(law: str, wrong: Sequence[Mismatch]) -> str:
-    """``law`` with the parameters, microbatches and stages of which it is broken, as far as it is of any."""
+def _describe_law(law: str, wrong: Sequence[Mismatch]) -> str:
+    """Describe ``law`` with its failing parameters, microbatches and stages."""
     names = sorted({one.parameter for one in wrong if one.parameter is not None})
     microbatches = sorted({one.microbatch for one in wrong if one.microbatch is not None})
     stages = sorted({one.stage for one in wrong if one.stage is not None})
@@ -59,7 +59,7 @@ def _named(law: str, wrong: Sequence[Mismatch]) -> str:
 
 
 def _reaches(cause: Cause, one: Mismatch, evidence: Evidence, *, ran: bool) -> bool:
-    """Whether ``one`` may follow from ``cause``; ``ran``: forwards may have run otherwise, too."""
+    """True if ``one`` may follow from ``cause``; ``ran``: forwards may have run differently, too."""
     kind = cause.kind
     if kind == "update" and evidence.operation != "train":  # weights moved meanwhile
         return True
@@ -77,7 +77,7 @@ def _reaches(cause: Cause, one: Mismatch, evidence: Evidence, *, ran: bool) -> b
         return one.parameter in cause.parameters
     if not cause.in_backward and (cause.in_forward or kind not in _BACKWARDS):
         return True
-    shared = evidence.shared if evidence.due is None else evidence.due.update.shared
+    shared = evidence.shared if evidence.right is None else evidence.right.update.shared
     tied = one.law == "tied-copies" or one.parameter in {name for _, name in shared}
     alone = kind in ("tied-not-summed", "tied-doubled")
     return tied or (not alone and (one.stage is None or one.stage <= max(stages_of(cause, evidence))))

@@ -1,1 +1,1 @@
-"""Cases of our own runtime, and of torch's: what they are, how they run, and the faults planted in them."""
+"""Cases: runs on our own runtime and torch's, with planted faults."""

@@ -1,6 +1,6 @@
-"""The memory that some work takes, counted and not sampled: the profiler's record of every allocation and release.
+"""Count memory exactly, from the profiler's record of allocations and releases.
 
-What was allocated before, and is let go of meanwhile, is not in that record.
+The record excludes releases of earlier allocations.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ _MARK = "pipeproof: memory is counted from here"
 
 @dataclass
 class Allocations:
-    """In bytes, of a block of work: what it allocated and still holds at its end, and the most at once since ``mark``.
+    """A block's memory in bytes: net allocation at its end, and peak since ``mark``.
 
-    Where nobody marks, the most is that of the whole block.
+    Without a mark, the peak covers the whole block.
     """
 
     device: str
@@ -27,7 +27,7 @@ class Allocations:
     most: int = 0
 
     def mark(self) -> None:
-        """Here begins what may be the most."""
+        """Start counting the peak."""
         if self.device != accelerator.CPU:
             accelerator.begin_peak()
         with record_function(_MARK):
@@ -36,13 +36,13 @@ class Allocations:
 
 @contextmanager
 def allocations(device: str = accelerator.CPU) -> Iterator[Allocations]:
-    """Count what the block allocates on ``device``; what is yielded is filled in when it ends."""
+    """Count the block's allocations on ``device``; the yielded value is filled at the end."""
     found = Allocations(device)
     if device != accelerator.CPU:
         found.mark()
-        before = accelerator.held()
+        before = accelerator.memory_in_use()
         yield found
-        found.net = accelerator.held() - before
+        found.net = accelerator.memory_in_use() - before
         found.most = accelerator.peak() - before
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

@@ -1,6 +1,6 @@
-"""A case: everything that one validation depends on, as a value and as the line that replays it.
+"""Cases: a validation's inputs as one value, and as its replay line.
 
-A schedule of one's own is named by its file, and what the file holds travels with the case.
+A user's schedule goes by file name, and the file's content travels with the case.
 """
 
 import re
@@ -17,40 +17,40 @@ from pipeproof.pipeline.mesh import AXES
 from pipeproof.pipeline.partition import by_sizes
 from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, known_are
-from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, list_known
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, check_count
 from pipeproof.worlds import accelerator
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
 SCHEDULES = tuple(FAMILIES)
 OPERATIONS = ("train", "accumulate", "eval")
-STREAMS = ("pair", "view", "carry", "fresh", "prompt", "sometimes")  # what passes between stages is uncommon
+STREAMS = ("pair", "view", "carry", "fresh", "prompt", "sometimes")  # unusual data between stages
 MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", *STREAMS)
 LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
-FUZZED_DTYPES = DTYPES[:2]  # those that people train in
+FUZZED_DTYPES = DTYPES[:2]  # common in training
 
 
 def plainest_first(models: Iterable[str]) -> list[str]:
-    """``mlp`` if it is among them, then the others as they come."""
+    """Return ``models`` with ``mlp`` first."""
     return sorted(models, key=lambda model: model != "mlp")
 
 
 class CaseError(ValueError):
-    """A case that cannot be, or text that does not spell one."""
+    """Raised for impossible cases, and for text without one."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One validation. ``str(case)`` is the replay line and ``parse`` its inverse.
+    """One validation. ``str(case)`` returns the replay line, ``parse`` reads it.
 
-    schedule: a family, or a FILE.csv. virtual: stages per rank; for a file the most that a rank has. split: layers per
-    stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
-    last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
-    microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
-    runtime: whose runtime carries it out. options: what that runtime is told. replicas: how many pipelines run side by
-    side, with DDP around their stages. Each has so many ranks, and so many microbatches of its own.
+    schedule: a family, or a FILE.csv. virtual: stages per rank; with a file, the largest number. split: layers per
+    stage. dtype: for weights, activations and gradients. plan: operations to run and compare, in order; the last must
+    be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged: microbatches
+    differ in length. unequal: they differ in counted targets. specimen: a planted fault's name. runtime: the runtime to
+    use. options: its options. replicas: pipelines side by side, with DDP around their stages, each with its own ranks
+    and microbatches.
     """
 
     schedule: str
@@ -70,13 +70,13 @@ class Case:
     runtime: str = OWN
     options: tuple[str, ...] = ()
     replicas: int = 1
-    own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
+    own: Schedule | Program | None = field(default=None, repr=False)  # the file's content; read if absent
 
     def __post_init__(self) -> None:
-        counted("ranks", self.ranks, most=MOST_PROCESSES)
-        counted("replicas", self.replicas, most=MOST_PROCESSES // self.ranks)
-        counted("layers", self.layers, most=MOST_LAYERS)
-        counted("seed", self.seed, least=0, most=MOST_SEED)
+        check_count("ranks", self.ranks, most=MOST_PROCESSES)
+        check_count("replicas", self.replicas, most=MOST_PROCESSES // self.ranks)
+        check_count("layers", self.layers, most=MOST_LAYERS)
+        check_count("seed", self.seed, least=0, most=MOST_SEED)
         if not is_csv(self.schedule):
             object.__setattr__(self, "schedule", canonical_name(self.schedule))
         elif self.own is None:
@@ -93,12 +93,12 @@ class Case:
         )
         for what, value, known in choices:
             if value not in known:
-                raise CaseError(f"unknown {what} {value!r}: {known_are(value, known)}")
+                raise CaseError(f"unknown {what} {value!r}: {list_known(value, known)}")
         if why := accelerator.refusal(self.device):
             raise CaseError(why)
         for operation in self.plan:
             if operation not in OPERATIONS:
-                raise CaseError(f"unknown operation {operation!r} in the plan: {known_are(operation, OPERATIONS)}")
+                raise CaseError(f"unknown operation {operation!r} in the plan: {list_known(operation, OPERATIONS)}")
         if not self.plan or self.plan[-1] != "train":
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
@@ -107,12 +107,12 @@ class Case:
 
     @property
     def sizes_differ(self) -> bool:
-        """Whether microbatches differ in shape; text of which less counts does not."""
+        """True if microbatches differ in shape; text with fewer counted targets does not."""
         return self.ragged or (self.unequal and not self.model.startswith("gpt"))
 
     @property
     def reason(self) -> str:
-        """Why its runtime cannot run it; empty if it can."""
+        """Why the runtime cannot run this case; empty if it can."""
         return why_not(
             self.runtime,
             self.options,
@@ -124,7 +124,7 @@ class Case:
         )
 
     def _agree(self) -> None:
-        """Raise unless these are the numbers of the file."""
+        """Raise unless the case's numbers match its file."""
         schedule = self.built
         found = schedule.n_ranks, schedule.n_stages, schedule.microbatches, most_stages(schedule)
         said = self.ranks, self.stages, self.microbatches, self.virtual
@@ -135,30 +135,29 @@ class Case:
 
     @cached_property
     def built(self) -> Schedule:
-        """The case's schedule. Raises ``ScheduleError`` where it cannot be."""
+        """The case's schedule. Raises ``ScheduleError`` for an impossible one."""
         if self.own is None:
             return build(self.schedule, ranks=self.ranks, virtual=self.virtual, microbatches=self.microbatches)
         return self.own.schedule if isinstance(self.own, Program) else self.own
 
     @property
     def run(self) -> Schedule | Program:
-        """What the ranks run: the schedule, or the program of a file that has messages."""
+        """The schedule for ranks, or a file's program with messages."""
         return self.built if self.own is None else self.own
 
     @property
     def late(self) -> float:
-        """What gradients are divided by after the backward: torch's documented ``scale_grads`` divides by M when a call
-        ends, and DDP takes the mean over replicas."""
+        """Divisor on gradients after backward: torch's ``scale_grads`` divides by M, and DDP averages over replicas."""
         scaled = self.runtime != OWN and "unscaled" not in self.options
         return float(self.replicas * (self.microbatches if scaled else 1))
 
     @property
     def processes(self) -> int:
-        """The ranks of all replicas: rank k of replica r is rank r * P + k of the world."""
+        """All replicas' ranks: rank k in replica r has world rank r * P + k."""
         return self.ranks * self.replicas
 
     def share(self, replica: int) -> range:
-        """The microbatches that are given to ``replica``: every n-th of all that there are."""
+        """Return ``replica``'s microbatches: every n-th."""
         return range(replica, self.microbatches * self.replicas, self.replicas)
 
     @property
@@ -171,7 +170,7 @@ class Case:
 
     @property
     def bindings(self) -> str:
-        """What the case's letters stand for, as a reader wants them beside a failure."""
+        """The case's numbers in words, for failure reports."""
         split = ",".join(map(str, self.split))
         sizes = f"P {self.ranks}, V {self.virtual}, M {self.microbatches}, split {split}"
         sizes += f", {self.replicas} replicas" if self.replicas > 1 else ""
@@ -195,12 +194,12 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The case in plain data, as a config and a record have it: axes by the field's names."""
+        """Plain data, as in configs and records: axes under their own names."""
         return {name: _plain(getattr(self, option.name)) for name, option in config_fields().items()}
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Case":
-        """The case that ``config`` spells in values of the types of ``config_fields``; what it says besides is left."""
+        """Build a case from ``config`` values typed as in ``config_fields``; other entries are ignored."""
         named: dict[str, Any] = {
             option.name: config[name] for name, option in config_fields().items() if name in config
         }
@@ -209,7 +208,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """The case that ``text`` spells: ``1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17``; the rest has defaults."""
+        """Parse a replay line: ``1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17``; other fields have defaults."""
         shape = re.fullmatch(r"(.+?)\s+r(\d+)\s+s(\d+)\s+m(\d+)((?:\s+\S+)*)\s*", text, flags=re.ASCII)
         if shape is None:
             raise CaseError(
@@ -223,7 +222,7 @@ class Case:
             if option in options:
                 raise CaseError(f"{text!r}: {option} is said twice")
             options[option] = value
-        counted("stages", stages, most=MOST_LAYERS)
+        check_count("stages", stages, most=MOST_LAYERS)
         split = options.pop("split", (2,) * stages)
         if is_csv(name):
             own = own_schedule(name)
@@ -235,12 +234,12 @@ class Case:
 
 
 def _option(word: str, text: str) -> tuple[str, Any]:
-    """The option that ``word`` of the line ``text`` names, and its value."""
+    """Parse one option ``word`` in the line ``text``."""
     name, equals, value = word.partition("=")
     known = [option.name for option in _options()]
     flag = name in ("ragged", "unequal")
     if name not in known or bool(equals) == flag:
-        raise CaseError(f"{text!r}: {word!r} is no option: {known_are(name, known)}")
+        raise CaseError(f"{text!r}: {word!r} is no option: {list_known(name, known)}")
     try:
         if name == "split":
             return name, tuple(map(int, value.split(",")))
@@ -253,12 +252,12 @@ def _option(word: str, text: str) -> tuple[str, Any]:
 
 
 def _options() -> list[Field[Any]]:
-    """What a replay line says by name: the split first."""
+    """Return fields that a replay line names, split first."""
     return [option for option in fields(Case)[4:] if option.name != "own"]
 
 
 def config_fields() -> dict[str, Field[Any]]:
-    """What a config says of a case, by its names there."""
+    """Return case fields by config name."""
     return {AXES.get(option.name, option.name): option for option in fields(Case) if option.name != "own"}
 
 
@@ -267,6 +266,6 @@ def _plain(value: Any) -> Any:
 
 
 def most_stages(own: Schedule | Program) -> int:
-    """The most stages that a rank holds: V where all hold as many."""
+    """Return the largest stage count per rank: V if all are equal."""
     schedule = own.schedule if isinstance(own, Program) else own
     return max(Counter(schedule.placement).values())

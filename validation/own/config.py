@@ -1,6 +1,6 @@
-"""A step's config: one JSON file of what is run, on which axes, by which versions.
+"""Step configs: one JSON file with model, axes and versions.
 
-A record's header has the same words.
+Record headers use the same words.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Any
 from pipeproof.core.measured import versions
 from pipeproof.own.case import MODELS, CaseError, config_fields
 from pipeproof.pipeline.files import read_json
-from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import counted
+from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.sizes import check_count
 from pipeproof.worlds import accelerator
 
 FORMAT, VERSION = "pipeproof/config", 1
-_MOST = 1 << 24  # of any size of a job
+_MOST = 1 << 24  # upper bound for all sizes
 _MOST_ZERO = 3
 _RECOMPUTE = ["none", "selective", "full"]
-# What a job says and no case: axes, ZeRO's stage, what is computed again, sequences of a microbatch and their tokens.
+# Fields beyond cases: axes, ZeRO stage, recomputation, sequences per microbatch, tokens per sequence.
 LAYOUT: Mapping[str, int | str] = MappingProxyType(
     {"tp": 1, "sp": 1, "cp": 1, "ep": 1, "zero": 0, "recompute": "none", "micro": 1, "sequence": 0}
 )
-BESIDE = [name for name in LAYOUT if name not in ("micro", "sequence")]  # those that a case is without
-STACKED = "decoder"  # the model of a config that is a stack as it stands
+BESIDE = [name for name in LAYOUT if name not in ("micro", "sequence")]  # fields without a counterpart in cases
+STACKED = "decoder"  # model name for a plain layer stack
 _DEFAULTS = {name: one.default for name, one in config_fields().items() if one.default is not MISSING} | dict(LAYOUT)
 _LEAST = {"pp": 1, "dp": 1, "virtual": 1, "microbatches": 1} | {
     name: min(default, 1) for name, default in LAYOUT.items() if isinstance(default, int)
@@ -44,38 +44,38 @@ _TYPES: Mapping[object, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Config:
-    """What a config says, by its names: those of cases, of ``LAYOUT``, and versions; each of its type."""
+    """A config's entries, typed: case fields, ``LAYOUT`` fields, and versions."""
 
     data: Mapping[str, Any]
     name: str = "the config"
 
     def __getitem__(self, name: str) -> Any:
-        """What it says of ``name``, or what that is where nothing is said."""
+        """Return the entry ``name``, or its default."""
         return self.data.get(name, _DEFAULTS.get(name))
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its model is none of a case."""
+        """True for a model outside the cases' own."""
         return self["model"] not in MODELS
 
     @property
     def rounds(self) -> int:
-        """How often a small pipeline is filled in its place."""
+        """Number of pipeline fills in its scaled-down case."""
         return 2 if self["microbatches"] >= 2 * self["pp"] else 1
 
-    def asked(self, *names: str) -> list[str]:
-        """What it says of these, where that is more than nothing: ``tp 8``."""
+    def list_extras(self, *names: str) -> list[str]:
+        """List non-default entries among ``names``, such as ``tp 8``."""
         return [f"{name} {self[name]}" for name in names if self[name] != LAYOUT.get(name, 1)]
 
     def text(self) -> bytes:
-        """The file."""
+        """Serialize the file."""
         words = {"format": FORMAT, "version": VERSION, **self.data}
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in words.items())
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def read_config(path: str) -> Config:
-    """The config in the file at ``path``. Raises ``CaseError`` or ``ScheduleError`` for what is none."""
+    """Read the config at ``path``. Raises ``CaseError`` or ``ScheduleError`` if invalid."""
     data = read_json(path, expected=_WANTED)
     if data.pop("format", None) != FORMAT:
         raise CaseError(f'{path} is no config: expected "format": "{FORMAT}", "version": {VERSION}; add them')
@@ -86,9 +86,9 @@ def read_config(path: str) -> Config:
     _check_types(data, path)
     for name, least in _LEAST.items():
         most = _MOST_ZERO if name == "zero" else _MOST
-        counted(f"{path}: {name}", data.get(name, least), least=least, most=most)
+        check_count(f"{path}: {name}", data.get(name, least), least=least, most=most)
     if (again := data.get("recompute", "none")) not in _RECOMPUTE:
-        raise CaseError(f"{path}: unknown recompute {again!r}: {known_are(again, _RECOMPUTE)}")
+        raise CaseError(f"{path}: unknown recompute {again!r}: {list_known(again, _RECOMPUTE)}")
     if why := accelerator.refusal(data.get("device", accelerator.CPU)):
         raise CaseError(f"{path}: {why}")
     config = Config(data, path)
@@ -97,7 +97,7 @@ def read_config(path: str) -> Config:
 
 
 def _check_axes(config: Config) -> None:
-    """Raise ``CaseError`` for axes that do not go together."""
+    """Raise ``CaseError`` for incompatible axes."""
     dp, tp, sp, cp, ep = (config[name] for name in ("dp", "tp", "sp", "cp", "ep"))
     if tp > 1 and sp > 1:
         raise CaseError(
@@ -112,12 +112,12 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_types(data: Mapping[str, Any], path: str) -> None:
-    """Raise ``CaseError`` unless ``data`` has all that a config must have, and nothing that none has."""
+    """Raise ``CaseError`` for missing, unknown or mistyped entries."""
     known = {name: one.type for name, one in config_fields().items()}
     known |= {name: type(default) for name, default in LAYOUT.items()} | dict.fromkeys(versions(), str)
     for name, value in data.items():
         if name not in known:
-            raise CaseError(f"{path} has {name!r}, which no config has: {known_are(name, list(known))}")
+            raise CaseError(f"{path} has {name!r}, which no config has: {list_known(name, list(known))}")
         if not _is(value, known[name]):
             raise CaseError(f"{path}: {name} is {json.dumps(value)}: expected {_TYPES[known[name]]}")
     required = [name for name, one in config_fields().items() if one.default is MISSING]
@@ -129,4 +129,4 @@ def _is(value: object, kind: object) -> bool:
     if kind in (tuple[int, ...], tuple[str, ...]):
         each = int if kind == tuple[int, ...] else str
         return isinstance(value, list) and all(_is(one, each) for one in value)
-    return type(value) is kind  # true is no number
+    return type(value) is kind  # booleans are no numbers

@@ -1,6 +1,6 @@
-"""The extension point ``faults``: what is planted in a case's step, by composition alone, and where its name is known.
+"""Extension point ``faults``: changes to plant in a case's step, by composition, and lookup by name.
 
-A case names what is planted in it, and every rank looks that up for itself.
+A case names its change, and each rank looks it up.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,88 +24,88 @@ T = TypeVar("T")
 
 
 class SpecimenError(ValueError):
-    """A specimen that does not exist, or cannot be."""
+    """Raised for unknown or impossible specimens."""
 
 
-def unchanged(what: T, about: object = None) -> T:
-    """Plants nothing: what passes is passed on."""
+def pass_on(what: T, about: object = None) -> T:
+    """Return the argument: plants nothing."""
     return what
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change to a step, which nothing in the runtime knows of; as it is here, none.
+    """A change to a step, invisible to the runtime; this base changes nothing.
 
-    ``plant`` changes the parts of a rank's step; ``feed`` the microbatches that this rank is given; ``drive`` how steps
-    are taken; ``reorder`` the program. ``timeout_s`` bounds the waits of ranks that can never end.
+    plant: changes a rank's parts. feed: changes its microbatches. drive: changes how steps run. reorder: changes the
+    program. timeout_s: bounds waits that can never end.
     """
 
     name: str = ""
-    plant: Plant = unchanged
-    feed: Feed = unchanged
-    drive: Drive = unchanged
-    reorder: Reorder = unchanged
+    plant: Plant = pass_on
+    feed: Feed = pass_on
+    drive: Drive = pass_on
+    reorder: Reorder = pass_on
     timeout_s: float | None = None
 
     @property
     def smallest(self) -> str:
-        """The line of the smallest case that shows what it does, without it."""
+        """Replay line for the smallest revealing case, without the change."""
         return ""
 
     def missing(self, case: Case, transport: Transport | None = None) -> str:
-        """Why ``case`` cannot show it; empty if it can. ``transport``: that of simulated ranks; None on real ones."""
+        """Return why ``case`` cannot reveal the change; empty if it can. ``transport``: None on real ranks."""
         return ""
 
     def hidden(self, room: int) -> str:
-        """Why a run with this room for messages, in bytes, passes all the same; empty if room changes nothing."""
+        """Return why a run with ``room`` bytes for messages passes nevertheless; empty if room is irrelevant."""
         return ""
 
 
 class Faults(Protocol):
-    """What an extension gives: changes by name, also those that files of a user's own register."""
+    """An extension's changes by name, including those registered by user files."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that were read."""
+        """Loaded files."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What a user may have meant."""
+        """Names for suggestions."""
 
     def load(self, path: str, /) -> object:
         """Read a file once. Raises ``SpecimenError``."""
 
-    def named(self, name: str, /) -> Change | None:
-        """The change of that name, if there is one."""
+    def find(self, name: str, /) -> Change | None:
+        """Return the change called ``name``, if any."""
 
 
 def specimen(name: str) -> Change:
-    """What is planted by ``name``; the empty one plants nothing. Raises ``SpecimenError`` for an unknown one."""
+    """Return the change called ``name``; an empty name plants nothing. Raises ``SpecimenError`` if unknown."""
     found: Change | None = None if name else Change()
     for faults in extensions("faults").values() if name else ():
-        found = found or faults.named(name)
+        found = found or faults.find(name)
     if found is None:
         raise unknown(name)
     return found
 
 
 def unknown(name: str) -> SpecimenError:
-    """The error that says which is nearest."""
+    """Return an error with the nearest name."""
     names = [one for faults in extensions("faults").values() for one in faults.names]
     others = "pipeproof specimens --list prints all; one of your own needs --plugin FILE"
     return SpecimenError(f"unknown specimen {name!r}: {nearest(name, names)}{others}")
 
 
-Files = tuple[tuple[str, str], ...]  # of users: which extension has read each, by its name
+Files = tuple[tuple[str, str], ...]  # user files by extension
 
 
 def files_behind(name: str) -> Files:
-    """What ranks must read before they look up ``name``; nothing for the empty one."""
+    """Return files that ranks must read before a lookup; none for an empty name."""
     given = extensions("faults").items() if name else ()
     return tuple((by, file) for by, faults in given for file in faults.files)
 
 
 def read(files: Files) -> None:
-    """Read what another process has."""
+    """Read files loaded in another process."""
     for by, file in files:
         extensions("faults")[by].load(file)

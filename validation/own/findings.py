@@ -1,7 +1,7 @@
-"""What this suite found in runtimes that are not ours, each with the smallest case that shows it.
+"""Known faults in foreign runtimes, each with its smallest case.
 
-FINDINGS.md tells causes. A campaign first runs every line here: what shows on this torch is left out of what it draws,
-and what does not show is drawn like everything else. So nothing is excused that is not there.
+FINDINGS.md explains causes. A campaign first runs each line here: faults present on this torch are excluded from random
+cases, absent ones are not. So no excuse outlives its fault.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeproof.own.case import Case
-from pipeproof.own.fuzz import judged
+from pipeproof.own.fuzz import judge_case
 from pipeproof.own.runtimes import OWN, UNUSED
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from pipeproof.worlds.rank_report import RankFailed
@@ -20,10 +20,10 @@ from pipeproof.worlds.world import World
 
 @dataclass(frozen=True)
 class Finding:
-    """``line`` replays the smallest case; ``shows`` says of a case on that runtime whether it should show there too.
+    """A known fault: ``line`` replays its smallest case; ``shows`` selects affected cases on its runtime.
 
-    ``csv`` is the schedule, where no family has it: ``own.csv`` in the line. ``tries``: how often the line is run until
-    it shows something; more than once for what hangs on memory that nobody has initialised, and shows in most runs.
+    csv: the schedule, if no family has it: ``own.csv`` in the line. tries: attempts until the fault shows; several if
+    it depends on uninitialised memory, and shows in most runs.
     """
 
     name: str
@@ -33,26 +33,26 @@ class Finding:
     tries: int = 1
 
     def verdict(self, world: World) -> str:
-        """What its smallest case comes to here and now: ``pass``, ``fail``, ``unknown``, or ``raised``."""
-        tried = (self._tried(world) for _ in range(self.tries))
+        """Run the smallest case: ``pass``, ``fail``, ``unknown``, or ``raised``."""
+        tried = (self._try(world) for _ in range(self.tries))
         return next((verdict for verdict in tried if verdict != "pass"), "pass")
 
-    def _tried(self, world: World) -> str:
+    def _try(self, world: World) -> str:
         with TemporaryDirectory() as folder:
             file = Path(folder, "own.csv")
             file.write_text(self.csv)
             try:
-                return judged(Case.parse(self.line.replace("own.csv", str(file))), world).verdict
+                return judge_case(Case.parse(self.line.replace("own.csv", str(file))), world).outcome
             except RankFailed:
                 return "raised"
 
 
-def _scaled(case: Case) -> bool:
+def _is_scaled(case: Case) -> bool:
     return case.microbatches > 1 and "unscaled" not in case.options
 
 
 def _split_stages(case: Case) -> set[int]:
-    """The stages whose backward torch splits; of stage 0 it puts off the whole."""
+    """Return stages whose backward torch splits; stage 0 is deferred as a whole."""
     kinds = {(action.stage, action.kind) for row in case.built.ranks for action in row}
     return {stage for stage, kind in kinds if kind is Kind.BACKWARD_INPUT and stage > 0}
 
@@ -73,7 +73,7 @@ def _losses_out_of_order(case: Case) -> bool:
 
 
 def _one_phase(case: Case) -> bool:
-    """Whether some stage has no forward between its first backward and its last."""
+    """True if some stage has no forward between its first and last backward."""
     return any(_waits(case, stage) for stage in range(case.stages))
 
 
@@ -92,12 +92,12 @@ FINDINGS: tuple[Finding, ...] = (
     Finding(
         "scaled-again",
         "gpipe r1 s1 m2 split=1 model=mlp plan=accumulate+train runtime=torch",
-        lambda case: "accumulate" in case.plan and _scaled(case),
+        lambda case: "accumulate" in case.plan and _is_scaled(case),
     ),
     Finding(
         "tied-scaled-twice",
         "looped-bfs r1 s2 m2 split=1,1 model=gpt-tied plan=train runtime=torch",
-        lambda case: case.model == "gpt-tied" and case.stages > 1 and _scaled(case),
+        lambda case: case.model == "gpt-tied" and case.stages > 1 and _is_scaled(case),
     ),
     Finding(
         "eval-of-neighbours",
@@ -151,7 +151,7 @@ FINDINGS: tuple[Finding, ...] = (
         lambda case: case.model in ("dropout", "sometimes") and case.stages > 1,
     ),
     Finding(
-        "no-deferred-receives",  # an option that older versions do not have
+        "no-deferred-receives",  # an option absent in older versions
         "looped-bfs r1 s1 m1 split=1 model=mlp plan=train options=defer-recv runtime=torch",
         lambda case: "defer-recv" in case.options,
     ),
@@ -161,7 +161,7 @@ FINDINGS: tuple[Finding, ...] = (
         lambda case: "defer-recv" in case.options and case.ranks > 1 and case.virtual > 1,
     ),
     Finding(
-        "deferred-receives-wait",  # where messages of two ranks run one at a time
+        "deferred-receives-wait",  # where messages between two ranks run one by one
         "interleaved r2 s2 m2 split=1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
         lambda case: "defer-recv" in case.options and case.ranks > 1,
     ),
@@ -174,6 +174,6 @@ FINDINGS: tuple[Finding, ...] = (
 )
 
 
-def known(case: Case, findings: Sequence[Finding]) -> bool:
-    """Whether one of ``findings`` should show in ``case``."""
+def is_known(case: Case, findings: Sequence[Finding]) -> bool:
+    """True if any of ``findings`` affects ``case``."""
     return case.runtime != OWN and any(finding.shows(case) for finding in findings)

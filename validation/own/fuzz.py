@@ -18,7 +18,7 @@ from pipeproof.core.measured import Measured
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.own.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
-from pipeproof.own.validator import crashed, validate
+from pipeproof.own.validator import crash_verdict, validate
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
@@ -195,27 +195,27 @@ class SmallestFailure:
     @property
     def ending(self) -> Verdict:
         """The verdict, or what it is where the ranks failed."""
-        return crashed(self.case, self.failure) if self.verdict is None else self.verdict
+        return crash_verdict(self.case, self.failure) if self.verdict is None else self.verdict
 
 
 _unexplained = partial(validate, explain=False)
 
 
-def judged(case: Case, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
+def judge_case(case: Case, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
     """The verdict on ``case``, without its cause where that would take a second run; ``validated`` gives it."""
     for _ in world.interleavings():
         verdict = validated(case, world)
-        if verdict.verdict != "pass":
+        if verdict.outcome != "pass":
             break  # with its seed left in the world, so that who explains it has the same
     return verdict
 
 
 def _is_undecided(verdict: Verdict) -> bool:
     """Whether all was compared, and what differs is neither rounding for certain nor a fault for certain."""
-    return verdict.verdict == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
+    return verdict.outcome == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
 
 
-def _decided(deciding: Deciding, case: Case) -> st.SearchStrategy[tuple[Case, Decision]]:
+def _draw_decision(deciding: Deciding, case: Case) -> st.SearchStrategy[tuple[Case, Decision]]:
     return deciding(case).map(lambda decision: (case, decision))
 
 
@@ -230,7 +230,7 @@ def fuzz(
     seed_: int = 0,
     strategy: st.SearchStrategy[Case] | None = None,
     progress: Callable[[], None] = lambda: None,
-    run: Callable[[Case, World], Verdict] = judged,
+    run: Callable[[Case, World], Verdict] = judge_case,
     deciding: Deciding | None = None,
 ) -> SmallestFailure | None:
     """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
@@ -252,7 +252,7 @@ def fuzz(
         report_multiple_bugs=False,
         print_blob=False,
     )
-    @given(st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_decided, deciding)))
+    @given(st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_draw_decision, deciding)))
     def campaign(drawn: tuple[Case, Decision | None]) -> None:
         case, decision = drawn
         if decision is not None:
@@ -261,7 +261,7 @@ def fuzz(
             verdict, failure = run(case, world), None
         except RankFailed as error:
             verdict, failure = None, error
-        outcome = "hang or crash" if verdict is None else verdict.verdict
+        outcome = "hang or crash" if verdict is None else verdict.outcome
         tally.verdicts[outcome] += 1
         tally.tiers[verdict.tier if verdict is not None else "none"] += 1
         tally.schedules[case.schedule] += 1

@@ -1,6 +1,6 @@
-"""A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
+"""Judge a case, and prepare its diagnosis: reference, data, stages."""
 
-from pipeproof.core.judge import LAWS, judged
+from pipeproof.core.judge import LAWS, judge_observed
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.oracle import LiveOracle, Requirements
 from pipeproof.core.verdict import Verdict
@@ -16,18 +16,18 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
+    """Judge a case's results. ``measure``: measure floors for the report even where all bits agree."""
     deterministic(case.device)
-    return judged(requirements_of(case), observed, measure=measure)
+    return judge_observed(requirements_of(case), observed, measure=measure)
 
 
 def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
-    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
+    """Add causes, likeliest first; none if evidence decides nothing."""
     return diagnose_run(setup_of(case), observed, verdict)
 
 
 def requirements_of(case: Case) -> Requirements:
-    """``case`` as a subject: its reference, and what its plan leaves out."""
+    """Return a case's requirements: reference, and laws outside its plan."""
     device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
@@ -43,7 +43,7 @@ def requirements_of(case: Case) -> Requirements:
         laws=laws,
         plan=case.plan,
         counts=(case.microbatches * case.replicas,) * len(case.plan),
-        due=frozenset((stage, name) for name, stage in owner.items()),
+        expected=frozenset((stage, name) for name, stage in owner.items()),
         oracle=oracle,
         tied=copies_apart(model, owner),
         bindings=case.bindings,
@@ -51,7 +51,7 @@ def requirements_of(case: Case) -> Requirements:
 
 
 def setup_of(case: Case) -> Setup:
-    """``case`` as a diagnosis knows it."""
+    """Return a case's setup for diagnosis."""
     return Setup(
         case.plan,
         layers=tuple(layers_of(case.split)),

@@ -1,4 +1,4 @@
-"""Running a case on real ranks and bringing back what they produced. Observers are wrapped around parts of the step."""
+"""Run a case on real ranks and collect results. Observers wrap parts of the step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,12 +30,12 @@ from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
-# A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
+# Waits within a step end before the world's bound, so that the rank itself reports its wait.
 STEP_TIMEOUT_S = 30.0
 
 
 class WatchedStage(AroundStage):
-    """A stage whose module's calls are noted, and which of its outputs were not finite."""
+    """A stage that notes module calls and non-finite outputs."""
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
@@ -45,7 +45,7 @@ class WatchedStage(AroundStage):
 
     @property
     def nonfinite(self) -> tuple[Action, ...]:
-        """The forwards whose outputs were not finite. Asked after the step: to read it waits for a device."""
+        """Forwards with non-finite outputs. Read after the step: reading waits for the device."""
         return tuple(action for action, finite in self._finite if not all(map(bool, finite)))
 
     def begin(self) -> None:
@@ -53,7 +53,7 @@ class WatchedStage(AroundStage):
         self.inner.begin()
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        # A plain forward hook: it does not touch the graph, and it sees calls that a wrapper does not know of.
+        # A plain forward hook leaves the graph alone, and sees calls unknown to a wrapper.
         hook = self.module.register_forward_pre_hook(self.fence.around(partial(self._note, microbatch)))
         try:
             outputs = self.inner.forward(microbatch, inputs, goal)
@@ -73,7 +73,7 @@ class WatchedStage(AroundStage):
 
 
 class WatchedGradients(AroundGradients):
-    """Gradient work that keeps a copy of every gradient as it is between the tied reduction and the clipping."""
+    """Gradient work that copies gradients between tied reduction and clipping."""
 
     def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
         super().__init__(inner, stages)
@@ -85,42 +85,42 @@ class WatchedGradients(AroundGradients):
 
 
 def observe(case: Case, world: World, *, record: bool = False) -> Observed:
-    """Run ``case`` on ``world``'s ranks; ``record``: and copy every boundary tensor on the way.
+    """Run ``case`` on ``world``'s ranks; ``record``: also copy all boundary tensors.
 
-    Raises what the world raises: a rank that failed, hung or is missing.
+    Raises the world's errors: a rank failed, hung or is missing.
     """
     rows = world.run(_observe_planted, case, record, files_behind(case.specimen), ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 
 def _observe_planted(context: RankContext, case: Case, record: bool, files: Files) -> list[RankOperation]:
-    """As ``observe_rank``, with the specimens that these files register."""
+    """Run ``observe_rank`` with specimens registered by ``files``."""
     read(files)
     return observe_rank(context, case, record)
 
 
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
-    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
+    """Run one rank's part of ``case``; a job for ``World.run``. ``record``: keep all boundary tensors."""
     if case.runtime != OWN:
         from pipeproof.own.torch_runtime import observe_torch
 
         deterministic(context.device)
         return observe_torch(context, case)
     model, schedule = assemble(context, case)
-    prepared = planted(case, schedule)
+    prepared = plant(case, schedule)
     recorder = Recorder() if record else None
-    watched = (prepared.wrapped(recorder.wrap) if recorder else prepared).wrapped(_watch)
+    watched = (prepared.wrap(recorder.wrap) if recorder else prepared).wrap(_watch)
     steps = specimen(case.specimen).drive(watched)
     started = parameters_of(_modules(watched.parts.stages))
     done = []
     for operation in range(len(case.plan)):
-        seen = _perform(watched, steps, model, case, operation, device=context.device)
-        done.append(replace(seen, recording=recorder.take()) if recorder else seen)
+        observed = _perform(watched, steps, model, case, operation, device=context.device)
+        done.append(replace(observed, recording=recorder.take()) if recorder else observed)
     return [replace(done[0], started=started), *done[1:]]
 
 
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
-    """The whole model, and this rank's end of the pipeline that ``case`` is about."""
+    """Build the whole model, and this rank's end of the pipeline."""
     deterministic(context.device)
     model = model_for(case)
     own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
@@ -142,10 +142,10 @@ def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]
     return model, schedule
 
 
-def planted(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
-    """``schedule`` with the case's specimen in its program and its parts."""
+def plant(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
+    """Plant the case's specimen in the schedule's program and parts."""
     one = specimen(case.specimen)
-    return schedule.wrapped(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))
+    return schedule.wrap(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))
 
 
 def _watch(parts: Parts) -> Parts:
@@ -159,21 +159,23 @@ def _perform(
     batches = data_for(case, operation)
     recipe = Recipe(loss=case.loss)
     _, divisor = objective(model, batches, recipe)
-    # A mean over microbatches is what a schedule does unless told otherwise; so it is not told.
+    # Schedules average over microbatches by default, so a mean needs no divisor.
     loss_divisor = None if case.loss == "mean" else divisor
     fed = specimen(case.specimen).feed(batches, schedule.parts)
     pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
     name = case.plan[operation]
     if name == "accumulate":
         known = steps.accumulate(pairs, loss_divisor=loss_divisor)
-        return _seen(schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed))
+        return _with_notes(
+            schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed)
+        )
     if name == "eval":
         result = steps.eval_step(pairs, loss_divisor=loss_divisor)
-        return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
+        return _with_notes(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
     result = steps.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
     gradients = schedule.parts.gradients
     assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
-    seen = RankOperation(
+    observed = RankOperation(
         name,
         result.losses,
         schedule.executed,
@@ -183,15 +185,15 @@ def _perform(
         parameters=parameters_of(_modules(gradients.stages)),
         profile=result.profile,
     )
-    return _seen(schedule, seen)
+    return _with_notes(schedule, observed)
 
 
 def _modules(stages: Sequence[Stage]) -> dict[int, nn.Module]:
     return {stage.index: stage.module for stage in stages}
 
 
-def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
-    """``operation`` with what the watched stages noted."""
+def _with_notes(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
+    """Add watched stages' notes to ``operation``."""
     watched = [stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage)]
     return replace(
         operation,

@@ -1,4 +1,4 @@
-"""A user's own schedule file, read once: ranks are handed what it says, for they may be where it is not."""
+"""User schedule files, read once: ranks receive the content, as they may lack the file."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from pipeproof.worlds.launcher import under_torchrun
 
 
 def own_schedule(path: str | Path) -> Schedule | Program:
-    """What the file holds, once it keeps every law. Under torchrun rank 0 reads it, and every rank must call this.
+    """Read and check a schedule file. Under torchrun rank 0 reads it, and all ranks must call this.
 
-    Raises ``LawBroken``, or ``ScheduleError`` where there is nothing to check.
+    Raises ``LawBroken``, or ``ScheduleError`` for an unreadable schedule.
     """
     found = _from_rank_0(path) if under_torchrun() else _read(path)
     if isinstance(found, ScheduleError):
@@ -24,10 +24,10 @@ def own_schedule(path: str | Path) -> Schedule | Program:
 
 
 def _read(path: str | Path) -> Schedule | Program | ScheduleError:
-    """An error is a result here, so that it can be told to other ranks."""
+    """Return a schedule or an error, so that errors can reach other ranks."""
     try:
         found = read_file(path)
-        # A program that waits for itself only on transports that run messages in order may run on others.
+        # A program that deadlocks only on ordered transports may run on others.
         return check_program(found, laws=runnable(in_order=False)) if isinstance(found, Program) else check(found)
     except ScheduleError as error:
         return error

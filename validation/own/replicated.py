@@ -1,4 +1,4 @@
-"""Replicas of a pipeline as one: what each of them has must be equal, and the first one's is judged."""
+"""Pipeline replicas: all must agree, and the first one is judged."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,38 +15,38 @@ Row = Sequence[RankOperation]
 
 
 def as_one(case: Case, rows: Sequence[Row]) -> Observed:
-    """What all ranks of ``case`` gave, with microbatches numbered over all replicas."""
-    return Observed(case.built, tuple(tuple(_placed(case, rows, rank)) for rank in range(len(rows))))
+    """Combine all ranks' results, with microbatches numbered over all replicas."""
+    return Observed(case.built, tuple(tuple(_place(case, rows, rank)) for rank in range(len(rows))))
 
 
-def _placed(case: Case, rows: Sequence[Row], rank: int) -> Iterator[RankOperation]:
-    """The operations of ``rank``; of another replica than the first only what is its own, and how it compares."""
+def _place(case: Case, rows: Sequence[Row], rank: int) -> Iterator[RankOperation]:
+    """Yield a rank's operations; later replicas keep actions, claims and losses alone."""
     replica, place = divmod(rank, case.ranks)
     share = case.share(replica)
-    for seen, first in zip(rows[rank], rows[place], strict=True):
+    for observed, first in zip(rows[rank], rows[place], strict=True):
         if case.replicas == 1:
-            yield seen
+            yield observed
             continue
         numbered = replace(
-            seen,
-            executed=tuple(_numbered(action, share) for action in seen.executed),
-            called=tuple((_numbered(action, share), training) for action, training in seen.called),
+            observed,
+            executed=tuple(_renumber(action, share) for action in observed.executed),
+            called=tuple((_renumber(action, share), training) for action, training in observed.called),
             share=tuple(share),
         )
         if replica:
-            claims = tuple(_claims(rank, seen, place, first))
+            claims = tuple(_claims(rank, observed, place, first))
             numbered = replace(numbered, gradients=None, parameters=None, buffers=None, claims=claims)
         yield numbered
 
 
-def _numbered(action: Action, share: range) -> Action:
+def _renumber(action: Action, share: range) -> Action:
     return action._replace(microbatch=share[action.microbatch])
 
 
-def _claims(rank: int, seen: RankOperation, leader: int, first: RankOperation) -> Iterator[Claim]:
-    """That gradients, parameters and buffers are those of the same rank of the first replica, bit for bit."""
+def _claims(rank: int, observed: RankOperation, leader: int, first: RankOperation) -> Iterator[Claim]:
+    """Yield claims that gradients, parameters and buffers equal the first replica's, bit for bit."""
     for what in ("gradients", "parameters", "buffers"):
-        own: Mapping[Site, Tensor | None] = getattr(seen, what) or {}
+        own: Mapping[Site, Tensor | None] = getattr(observed, what) or {}
         other: Mapping[Site, Tensor | None] = getattr(first, what) or {}
         for site in sorted({*own, *other}):
             difference = _difference(own.get(site), other.get(site))
@@ -54,8 +54,8 @@ def _claims(rank: int, seen: RankOperation, leader: int, first: RankOperation) -
             yield Claim("replicas", rank, site, not difference, text, f"rank {leader}'s, bit for bit", leader)
 
 
-def _difference(seen: Tensor | None, wanted: Tensor | None) -> str:
-    """How two tensors differ, in words; empty if they do not."""
-    if seen is None or wanted is None:
-        return "" if seen is wanted else f"which has {'one' if seen is None else 'none'}"
-    return "" if same_bits(seen, wanted) else f"relative error {error(seen, wanted):.2g}"
+def _difference(observed: Tensor | None, wanted: Tensor | None) -> str:
+    """Describe how two tensors differ; empty if equal."""
+    if observed is None or wanted is None:
+        return "" if observed is wanted else f"which has {'one' if observed is None else 'none'}"
+    return "" if same_bits(observed, wanted) else f"relative error {error(observed, wanted):.2g}"

@@ -1,4 +1,4 @@
-"""Whose runtime carries out a case, and what each of them cannot do: facts alone, without importing any of them."""
+"""Runtimes for cases, with their limits: plain facts, without imports."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,7 +6,7 @@ from types import MappingProxyType
 OWN, TORCH, TORCH_CSV = "pipeproof", "torch", "torch-csv"
 RUNTIMES = (OWN, TORCH, TORCH_CSV)
 
-# torch's class for a family; other families run on torch-csv, its runtime for schedules that a user brings.
+# torch's class per family; other families run on torch-csv, its runtime for custom schedules.
 TORCH_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "gpipe": "ScheduleGPipe",
@@ -18,11 +18,11 @@ TORCH_CLASSES: Mapping[str, str] = MappingProxyType(
         "dualpipev": "ScheduleDualPipeV",
     }
 )
-SINGLE = ("gpipe", "1f1b")  # torch's classes with a loop of their own, for one stage on a rank
-# Models with parameters that no gradient reaches: DDP is documented to want find_unused_parameters for these.
+SINGLE = ("gpipe", "1f1b")  # torch classes with their own loop, for one stage per rank
+# Models with parameters beyond any gradient's reach: DDP wants find_unused_parameters for them.
 UNUSED = ("pair", "sometimes")
 # unscaled: scale_grads=False, so the loss function divides. defer-recv: defer_pp_recv=True. whole: one batch, which
-# torch splits. descending: microbatches from the last to the first, as a schedule of one's own may have them.
+# torch splits. descending: microbatches from last to first, as custom schedules may have them.
 OPTIONS = ("unscaled", "defer-recv", "whole", "descending")
 
 
@@ -36,13 +36,13 @@ def why_not(
     sizes_differ: bool,
     specimen: str,
 ) -> str:
-    """Why ``runtime`` cannot have this; empty if it can. ``shape`` is ranks, stages, microbatches and replicas."""
+    """Return why ``runtime`` cannot run a case, or "". ``shape``: ranks, stages, microbatches and replicas."""
     ranks, stages, microbatches, replicas = shape
     if runtime == OWN:
         foreign = [f"options={'+'.join(options)}"] * bool(options) + [f"replicas={replicas}"] * (replicas > 1)
         return f"{' and '.join(foreign)} are for torch: expected runtime=torch or torch-csv" if foreign else ""
     rounds = max(1, microbatches // ranks)
-    one_rank = ranks == 1 or schedule in ("zb-v", "v-half", "v-min", "dualpipev")  # for the first and the last stage
+    one_rank = ranks == 1 or schedule in ("zb-v", "v-half", "v-min", "dualpipev")  # first and last stage share a rank
     reasons = (
         (runtime == TORCH and schedule not in TORCH_CLASSES, f"torch has no class for {schedule}: use {TORCH_CSV}"),
         (

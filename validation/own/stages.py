@@ -1,4 +1,4 @@
-"""A model cut into stages: modules of their own, each with copies of its pieces under the model's names."""
+"""Cut a model into stages: modules with copied pieces under model names."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from pipeproof.reference.model import Model
 
 
 class Slice(nn.Module):
-    """Some layers of a model as a module of its own; its parameters have the names that they have in the model.
+    """Some model layers as a module, with the model's parameter names.
 
-    Pieces are copied together, so a weight tied within the slice stays tied, and one tied across slices comes apart.
+    Pieces are copied together, so a weight tied within the slice stays tied, while one tied across slices separates.
     """
 
     def __init__(self, model: Model, layers: range) -> None:
@@ -39,13 +39,13 @@ class Slice(nn.Module):
 
 
 def layers_of(split: Sequence[int]) -> list[range]:
-    """The layers of each stage: split (2, 1) is layers 0..1 and layer 2."""
+    """Return each stage's layers: split (2, 1) gives layers 0..1, and layer 2."""
     ends = [sum(split[:stage]) for stage in range(len(split) + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
-    """The stage of every parameter name, each name of a tied one too."""
+    """Return the stage for each parameter name, tied names included."""
     stage_of = {
         piece: stage
         for stage, layers in enumerate(layers_of(split))
@@ -57,26 +57,28 @@ def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
 
 
 def tied_across(model: Model, split: Sequence[int]) -> list[Mapping[int, str]]:
-    """The tied parameters whose copies lie in several stages: for each, the name of its copy by stage."""
+    """Return tied parameters with copies in several stages: names by stage."""
     return copies_apart(model, owners(model, split))
 
 
 def parameters_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor]:
-    """A copy of every parameter of these stages, under each of its names."""
-    return {site: _copy(parameter) for site, parameter in _named(modules)}
+    """Copy the stages' parameters, under all names."""
+    return {site: _copy(parameter) for site, parameter in _name_parameters(modules)}
 
 
 def gradients_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor | None]:
-    """A copy of every parameter's gradient, or None where there is none."""
-    return {site: None if parameter.grad is None else _copy(parameter.grad) for site, parameter in _named(modules)}
+    """Copy the stages' gradients, or None."""
+    return {
+        site: None if parameter.grad is None else _copy(parameter.grad) for site, parameter in _name_parameters(modules)
+    }
 
 
 def buffers_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor]:
-    """A copy of every buffer of these stages."""
+    """Copy the stages' buffers."""
     return {(stage, name): _copy(b) for stage, module in modules.items() for name, b in module.named_buffers()}
 
 
-def _named(modules: Mapping[int, nn.Module]) -> list[tuple[Site, nn.Parameter]]:
+def _name_parameters(modules: Mapping[int, nn.Module]) -> list[tuple[Site, nn.Parameter]]:
     return [
         ((stage, name), parameter)
         for stage, module in modules.items()
@@ -89,5 +91,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def on_device(model: Model, layers: range, device: str) -> Slice:
-    """``layers`` of ``model`` as a stage module on ``device``."""
+    """Build a stage module from ``layers`` on ``device``."""
     return Slice(model, layers).to(torch.device(device))

@@ -1,4 +1,4 @@
-"""One rank's part of a bench: a step is set up, run once, and then timed alone, without anything that observes it."""
+"""A rank's part in a bench: set up, run one step, then time steps without observers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from pipeproof.worlds.worker import RankContext
 
 @dataclass(frozen=True)
 class Running:
-    """A rank that is ready to step: the whole model, what this rank has of it, and what a step does.
+    """A rank ready to step: whole model, own modules, and step function.
 
-    A step returns losses, none where the rank has not the last stage.
+    A step returns losses, empty without the last stage.
     """
 
     model: nn.Module
@@ -29,31 +29,31 @@ class Running:
     step: Callable[[], Sequence[float]]
 
     def clear(self) -> None:
-        """Let go of all gradients."""
+        """Drop all gradients."""
         for module in self.modules:
             module.zero_grad(set_to_none=True)
 
     @property
     def others(self) -> int:
-        """Bytes of the model's parameters that only other ranks have to do with."""
+        """Bytes of model parameters that belong to other ranks alone."""
         own = {id(parameter) for module in self.modules for parameter in module.parameters()}
         return sum(one.numel() * one.element_size() for one in self.model.parameters() if id(one) not in own)
 
 
-Setup = Callable[[], Running]  # builds the model and what a step needs; its microbatches are there already
+Setup = Callable[[], Running]  # builds model and step; microbatches exist already
 
 
 def take_turn(context: RankContext, prepare: Callable[[RankContext], Setup], counted: bool) -> Turn:
-    """Set a rank up and step; a job for ``World.run``.
+    """Set up a rank and run steps; a job for ``World.run``.
 
-    ``counted``: one step, whose memory is counted, which takes time; else it is timed.
+    ``counted``: one step with slow memory counting; otherwise steps are timed.
     """
     deterministic(context.device)
     ready_rank = prepare(context)
     if not counted:
         running = ready_rank()
         running.step()
-        return _timed(context, running)
+        return _time_steps(context, running)
     with allocations(context.device) as found:
         running = ready_rank()
         found.mark()
@@ -61,8 +61,8 @@ def take_turn(context: RankContext, prepare: Callable[[RankContext], Setup], cou
     return Turn((), tuple(losses), found.most - running.others)
 
 
-def _timed(context: RankContext, running: Running) -> Turn:
-    """Each step begins on all ranks together."""
+def _time_steps(context: RankContext, running: Running) -> Turn:
+    """Time steps that all ranks start together."""
     seconds, losses = list[float](), list[float]()
     for _ in range(FEWEST):
         running.clear()
@@ -76,7 +76,7 @@ def _timed(context: RankContext, running: Running) -> Turn:
 
 
 def setup_case(context: RankContext, case: Case) -> Setup:
-    """Sets this rank of ``case`` up, whose microbatches are there."""
+    """Prepare this rank of ``case``, with its microbatches in place."""
     batches = [batch.to(context.device) for batch in data_for(case, 0)]
     pairs = [(batch.inputs, batch.target) for batch in batches]
     max_norm = max_norm_of(case, case.plan.index("train"))

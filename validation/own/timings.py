@@ -1,18 +1,18 @@
-"""What a bench measured of some configs that took turns: medians, how far rounds are apart, and ratios to the first."""
+"""Bench results for configs in turns: medians, spreads, and ratios to the first."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-FEWEST = 3  # rounds: with fewer nobody knows how far they are apart
+FEWEST = 3  # rounds: fewer show no spread
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank saw in one turn: how long each step took, the losses that it knows, and bytes (0: not counted).
+    """A rank's measurements in one turn: step times, known losses, and bytes (0: uncounted).
 
-    The bytes are those of its parameters, and the most that its step allocates beyond them.
+    bytes: parameters, plus the step's peak allocation beyond them.
     """
 
     seconds: tuple[float, ...]
@@ -22,10 +22,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Timing:
-    """One config: its file's name, what of it was run, and what a step of that computes.
+    """A config's results: file name, what ran, and the work in a step.
 
-    rounds: the median step of each, in seconds; a step takes as long as its slowest rank. bytes: at most, by rank.
-    losses: how many were seen. strange: those of them that are not finite.
+    rounds: median step time per round, in seconds; the slowest rank sets a step's time. bytes: peak by rank. losses:
+    number observed. strange: non-finite ones.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Timing:
     strange: tuple[float, ...] = ()
 
     def after(self, turns: Sequence[Turn]) -> "Timing":
-        """With one more turn, of all its ranks."""
+        """Add one turn from all ranks."""
         steps = [max(times) for times in zip(*(turn.seconds for turn in turns), strict=True)]
         losses = [loss for turn in turns for loss in turn.losses]
         counted = tuple(turn.bytes for turn in turns)
@@ -51,36 +51,36 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Of a step: the median of all rounds."""
+        """Median step time over all rounds."""
         return median(self.rounds)
 
     @property
     def spread(self) -> float:
-        """How far the slowest round is from the fastest, in medians."""
+        """Gap between slowest and fastest round, in medians."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long a step of ``other`` takes as one of ``first``, which it took turns with."""
+    """Step time ratio of ``other`` to ``first``, measured in turns."""
 
     first: Timing
     other: Timing
 
     @property
     def rounds(self) -> list[float]:
-        """That of each round: what slows the machine for a while slows both, and is in none."""
+        """Ratio per round: a temporary slowdown affects both, and cancels."""
         return [other / first for first, other in zip(self.first.rounds, self.other.rounds, strict=True)]
 
     @property
     def value(self) -> float:
-        """The median over rounds."""
+        """Median ratio over rounds."""
         return median(self.rounds)
 
     @property
     def noise(self) -> bool:
-        """Whether it cannot be told from noise: it is as near to 1 as rounds' are to each other, or they are too few.
+        """True if noise may explain the ratio: as near to 1 as rounds are to each other, or too few rounds.
 
-        So it is where 1 lies within their range, and where they are all on one side of it, but further apart than that.
+        This covers ranges around 1, and ranges on one side wider than their distance to 1.
         """
         return len(self.rounds) < FEWEST or max(self.value, 1 / self.value) <= max(self.rounds) / min(self.rounds)

@@ -1,4 +1,4 @@
-"""A case on ``torch.distributed.pipelining``: one rank's part of its plan, with a training loop as a user writes it."""
+"""Cases on ``torch.distributed.pipelining``: a rank's part, with a training loop as users write it."""
 
 import inspect
 import math
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.observed import RankOperation
-from pipeproof.core.observe.posted_messages import noted_messages
+from pipeproof.core.observe.posted_messages import note_messages
 from pipeproof.own.case import Case
 from pipeproof.own.data import data_for, max_norm_of, model_for
 from pipeproof.own.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
@@ -31,7 +31,7 @@ _Plant = Callable[["TorchRank"], None]
 
 
 class TorchRank:
-    """One rank of a pipeline of torch's."""
+    """One rank in a torch pipeline."""
 
     def __init__(self, context: RankContext, case: Case) -> None:
         self.case, self.context = case, context
@@ -39,9 +39,9 @@ class TorchRank:
         self.replica, self.place = divmod(context.rank, case.ranks)
         self.model = model_for(case)
         self.modules = stage_modules(self.model, case, self.place, context.device)
-        self.wrapped = {index: self._replicated(module) for index, module in self.modules.items()}
+        self.wrapped = {index: self._replicate(module) for index, module in self.modules.items()}
         self.loss_fn, _ = objective(self.model, data_for(case, 0), Recipe(loss=case.loss))
-        self.divisor = 1.0  # of the operation that is under way; torch divides by the number of microbatches after it
+        self.divisor = 1.0  # for the current operation; torch divides by the microbatch count afterwards
         stages = [
             pipelining.PipelineStage(
                 module, index, case.stages, torch.device(context.device), group=self.groups.pipeline or context.group
@@ -52,8 +52,8 @@ class TorchRank:
         self.recorder = Recorder(self.schedule)
         self.optimizer = Recipe().optimizer([p for p in self._parameters().values() if p.requires_grad])
 
-    def _replicated(self, module: nn.Module) -> nn.Module:
-        """``module`` in DDP, where there are replicas; not one without anything to train, which DDP refuses."""
+    def _replicate(self, module: nn.Module) -> nn.Module:
+        """Wrap ``module`` in DDP for replicas, unless it has nothing to train, which DDP refuses."""
         trained = any(p.requires_grad for p in module.parameters())
         if self.case.replicas == 1 or not trained:
             return module
@@ -65,28 +65,28 @@ class TorchRank:
         return value if self.divisor == 1.0 else value / self.divisor
 
     def perform(self, operation: int) -> RankOperation:
-        """Operation ``operation`` of the plan."""
+        """Run one planned operation."""
         name, every = self.case.plan[operation], data_for(self.case, operation)
         batches = [every[number] for number in self.case.share(self.replica)]
         _, divisor = objective(self.model, every, Recipe(loss=self.case.loss))
         self.divisor = divisor / self.case.late
         self.recorder.begin()
         own = self._run(name, [batch.to(self.context.device) for batch in batches])
-        rows = self._gathered([loss.item() * self.divisor for loss in own])
+        rows = self._gather([loss.item() * self.divisor for loss in own])
         losses = next(filter(None, self._of_pipeline(rows)), [])
         total = [loss for row in rows for loss in row]
         loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
-        seen: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
+        observed: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
         if unseen := self.recorder.fence.broken:
-            seen["unseen"] = {"microbatches": unseen}
+            observed["unseen"] = {"microbatches": unseen}
         if name != "accumulate":
-            seen["loss"] = loss
+            observed["loss"] = loss
         if name == "train":
-            seen["gradients"] = gradients_of(self.modules)
-            seen["norm"] = self._update(max_norm_of(self.case, operation))
-            seen["parameters"] = parameters_of(self.modules)
-        return RankOperation(name, tuple(losses), executed, **seen)
+            observed["gradients"] = gradients_of(self.modules)
+            observed["norm"] = self._update(max_norm_of(self.case, operation))
+            observed["parameters"] = parameters_of(self.modules)
+        return RankOperation(name, tuple(losses), executed, **observed)
 
     def _run(self, name: str, batches: list[Batch]) -> list[Tensor]:
         losses: list[Tensor] = []
@@ -112,10 +112,10 @@ class TorchRank:
         call(*inputs, target=target, losses=losses, **options)
 
     def _update(self, max_norm: float) -> float:
-        """Clip, step and clear; the norm before clipping, over all ranks."""
+        """Clip, step and clear. Returns the norm before clipping, over all ranks."""
         gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 for grad in gradients]
-        norm = math.sqrt(math.fsum(square for row in self._of_pipeline(self._gathered(squares)) for square in row))
+        norm = math.sqrt(math.fsum(square for row in self._of_pipeline(self._gather(squares)) for square in row))
         factor = max_norm / (norm + 1e-6)
         for grad in gradients if factor < 1.0 else ():
             grad.mul_(factor)
@@ -123,13 +123,13 @@ class TorchRank:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _gathered(self, own: list[float]) -> list[list[float]]:
+    def _gather(self, own: list[float]) -> list[list[float]]:
         rows: list[Any] = [None] * self.context.ranks
         dist.all_gather_object(rows, own, group=self.context.group)
         return rows
 
     def _of_pipeline(self, rows: list[list[float]]) -> list[list[float]]:
-        """Of what every rank said, that of the ranks of this rank's replica."""
+        """Select rows from this rank's replica."""
         first = self.replica * self.case.ranks
         return rows[first : first + self.case.ranks]
 
@@ -139,18 +139,18 @@ class TorchRank:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's pipeline, and its peers: the ranks that hold the same stages in other replicas."""
+    """This rank's pipeline, and its peers: ranks with the same stages in other replicas."""
 
     pipeline: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
 
 
-_made: dict[tuple[int, int], Groups] = {}  # once on a rank: groups are not given back
+_made: dict[tuple[int, int], Groups] = {}  # created once per rank: groups cannot be freed
 belongs_to_rank(__name__, "_made", fresh=lambda _: {})
 
 
 def groups(ranks: int, replicas: int) -> Groups:
-    """Of this rank."""
+    """Return this rank's groups."""
     if replicas == 1:
         return Groups(None, None)
     if (ranks, replicas) not in _made:
@@ -166,9 +166,9 @@ def _new_groups(ranks: int, replicas: int) -> Groups:
 
 
 def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int, nn.Module]:
-    """The stages of rank ``place`` of a pipeline, by their index.
+    """Build the stages for rank ``place``, by index.
 
-    A parameter that two of them tie is one object, as in a user's own model.
+    A parameter tied between two of them is one object, as in user models.
     """
     own = case.built.stages_of(place)
     modules: dict[int, nn.Module] = {stage: on_device(model, layers_of(case.split)[stage], device) for stage in own}
@@ -181,7 +181,7 @@ def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int
 
 
 def build_schedule(case: Case, stages: list[Any], loss_fn: Callable[..., Tensor]) -> Any:
-    """torch's schedule object for this rank: its class for the family, or its runtime with the case's own actions."""
+    """Build torch's schedule object for this rank: a family's class, or its runtime with the case's actions."""
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": "unscaled" not in case.options}
     if "defer-recv" in case.options:
         options["defer_pp_recv"] = True
@@ -194,19 +194,19 @@ def build_schedule(case: Case, stages: list[Any], loss_fn: Callable[..., Tensor]
 
 
 def torch_actions(case: Case) -> dict[int, list[Any]]:
-    """The case's schedule in torch's words, by rank; with microbatches renumbered from the end if it says so."""
+    """Spell the case's schedule in torch's notation, by rank; option ``descending`` reverses microbatches."""
     last, turned = case.microbatches - 1, "descending" in case.options
 
-    def spelled(action: Action) -> Any:
+    def spell(action: Action) -> Any:
         microbatch = last - action.microbatch if turned else action.microbatch
         return schedules._Action.from_str(str(action._replace(microbatch=microbatch)))
 
-    return {rank: list(map(spelled, row)) for rank, row in enumerate(case.built.ranks)}
+    return {rank: list(map(spell, row)) for rank, row in enumerate(case.built.ranks)}
 
 
 def observe_torch(context: RankContext, case: Case, *, plant: _Plant = lambda rank: None) -> list[RankOperation]:
-    """One rank's part of ``case`` on torch's runtime. ``plant``: what is done to the rank before it begins."""
+    """Run one rank's part of ``case`` on torch's runtime. ``plant`` prepares the rank first."""
     rank = TorchRank(context, case)
     plant(rank)
-    with noted_messages():
+    with note_messages():
         return [rank.perform(operation) for operation in range(len(case.plan))]

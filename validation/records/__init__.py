@@ -1,1 +1,1 @@
-"""What was expected of steps and what a run gave, kept in files and held against each other."""
+"""Records of steps, expected and observed, as files, and their comparison."""

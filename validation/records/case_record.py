@@ -1,4 +1,4 @@
-"""Records of a case: what the reference expects of it, what a run of it gave, and its step made once more from one."""
+"""A case's records: from the reference, from a run, and a recorded step remade on one device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from pipeproof.core.comparison import due_of
+from pipeproof.core.comparison import expect_operation
 from pipeproof.core.floors import Floors
 from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
@@ -37,8 +37,8 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 Value = TypeVar("Value")
 
 
-def expected_record(case: Case) -> Record:
-    """What a correct run of ``case`` gives, with the floors of rounding. Gradients are added in its schedule's order.
+def record_expected(case: Case) -> Record:
+    """Record a correct run of ``case``, with rounding floors. Gradients are added in its schedule's order.
 
     Runs on one device: no rank is started.
     """
@@ -54,7 +54,7 @@ def expected_record(case: Case) -> Record:
             expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
             pending += [Pending(expected, batches, orders)] if name != "eval" else []
             floors = Floors(reference, tuple(pending)) if name == "train" else None
-            done.append(_expected(expected, batches, floors))
+            done.append(_record_expected(expected, batches, floors))
             if name == "train":
                 pending.clear()
     placement = case.built.placement
@@ -62,21 +62,21 @@ def expected_record(case: Case) -> Record:
     return Record("expected", config_of(case), tuple(done), places)
 
 
-def observed_record(case: Case, observed: Observed) -> Record:
-    """What a run of ``case`` gave."""
+def record_observed(case: Case, observed: Observed) -> Record:
+    """Record a case's observed run."""
     places: dict[str, list[RankStage]] = {}
     for rank, operations in enumerate(observed.ranks):
         for stage, name in operations[-1].parameters or {}:
             places.setdefault(name, []).append((rank, stage))
-    done, before = [], _named(observed.started())
+    done, before = [], _by_name(observed.initial_parameters())
     for number in range(len(case.plan)):
-        done.append(_observed(case, observed, number, before))
+        done.append(_record_observed(case, observed, number, before))
         before = {**before, **done[-1].parameters} if done[-1].operation == "train" else before
     return Record("observed", config_of(case), tuple(done), {name: tuple(found) for name, found in places.items()})
 
 
 def backwards_of(case: Case) -> dict[int, list[int]]:
-    """For each stage, the microbatches in the order in which the case's schedule adds their weight gradients."""
+    """For each stage, list microbatches in the order of their weight gradients in the case's schedule."""
     schedule = case.built
     return {
         stage: [
@@ -89,20 +89,20 @@ def backwards_of(case: Case) -> dict[int, list[int]]:
 
 
 def config_of(case: Case) -> dict[str, object]:
-    """The header of a record: a case's line, and its config with the versions that its numbers depend on."""
+    """Build a record's header: a case's line, its config, and the versions behind its numbers."""
     return {"case": str(case), **case.config, **versions()}
 
 
-def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
-    due = replace(due_of(expected), microbatches=digests_of(batches))
+def _record_expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
+    operation = replace(expect_operation(expected), microbatches=digests_of(batches))
     return RecordedOperation(
-        **vars(due), floors=None if floors is None else RecordedFloors.measured(expected, floors, moved=True)
+        **vars(operation), floors=None if floors is None else RecordedFloors.measure(expected, floors, moved=True)
     )
 
 
-def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:
-    seen = [rank[number] for rank in observed.ranks]
-    last: RankOperation = seen[observed.schedule.placement[-1]]
+def _record_observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:
+    operations = [rank[number] for rank in observed.ranks]
+    last: RankOperation = operations[observed.schedule.placement[-1]]
     return RecordedOperation(
         last.operation,
         digests_of(data_for(case, number)),
@@ -110,24 +110,24 @@ def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, 
         last.loss,
         last.norm,
         before=before if last.operation != "eval" else {},
-        gradients=_named(observed.gradients(number)),
-        parameters=_named(observed.parameters(number)),
+        gradients=_by_name(observed.gradients(number)),
+        parameters=_by_name(observed.parameters(number)),
         buffers={name: buffer for (_, name), buffer in observed.buffers(number).items()},
     )
 
 
 def digests_of(batches: Sequence[Batch]) -> tuple[str, ...]:
-    """The digest of each microbatch."""
+    """Digest each microbatch."""
     return microbatch_digests([(batch.inputs, batch.target) for batch in batches])
 
 
-def _named(found: Mapping[Site, Value]) -> dict[str, Value]:
-    """By name alone; of a parameter that several stages hold, the lowest stage's."""
+def _by_name(found: Mapping[Site, Value]) -> dict[str, Value]:
+    """Key by name alone; a parameter in several stages comes from the lowest."""
     return {name: value for (_, name), value in sorted(found.items(), key=lambda item: item[0], reverse=True)}
 
 
 def case_of(record: Record) -> Case | None:
-    """The case that ``record`` is of; None where ``own_case`` finds none."""
+    """Return the record's case; None if ``own_case`` raises."""
     try:
         return own_case(record)
     except RecordError:
@@ -135,10 +135,9 @@ def case_of(record: Record) -> Case | None:
 
 
 def own_case(record: Record) -> Case:
-    """The case that ``record`` is of.
+    """Return the record's case.
 
-    Raises ``RecordError`` where it names none, or where this machine gives that other weights or microbatches than were
-    recorded.
+    Raises ``RecordError`` if it names none, or if this machine gives that case other weights or microbatches.
     """
     text = record.config.get("case")
     if not isinstance(text, str):
@@ -153,13 +152,13 @@ def own_case(record: Record) -> Case:
 
 
 def remade(case: Case, step: RecordedStep) -> Update:
-    """``step``, made once more on one device."""
+    """Run ``step`` again on one device."""
     setup = setup_of(case)
     return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)
 
 
 def _other(record: Record, case: Case) -> str:
-    """What is another in ``record`` than in ``case`` before anything ran; empty if nothing is."""
+    """Name the first difference between ``record`` and ``case`` before the run; empty without one."""
     if [one.operation for one in record.operations] != list(case.plan):
         return "operations"
     known = dict(model_for(case).named_parameters(remove_duplicate=False))

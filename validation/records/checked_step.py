@@ -1,4 +1,4 @@
-"""What every check of a step in a running job is: it begins on all ranks, tells nobody but them, and ends no job."""
+"""Common behaviour of step checks in a running job: begin on all ranks, share the verdict, and end no job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
-from pipeproof.records.as_given import bound_of, named_by, pairs_of, stages_of
+from pipeproof.records.as_given import bound_of, pairs_of, require_names, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
 from pipeproof.records.record import ContentError, RecordError, microbatch_digests
 from pipeproof.records.step_parts import not_compared
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class CheckError(ValueError):
-    """A check that is used in the wrong order."""
+    """A check in the wrong order."""
 
 
 class CheckedStep(ABC):
-    """A context manager around one step of a job. Every rank enters it.
+    """A context manager around a step in a job. Every rank enters it.
 
     Call ``gradients`` between backward and clipping, and ``report`` anywhere. After the block there is a ``verdict``.
     """
@@ -53,17 +53,17 @@ class CheckedStep(ABC):
         rename: Rename = own_name,
         timeout_s: float = 300.0,
     ) -> None:
-        """``laws`` are what may be compared. All else is as for ``check_step``."""
+        """``laws``: all laws that it may compare. Further arguments follow ``check_step``."""
         self._modules, self._rename = modules, rename
         self._given = microbatches
         self._timeout_s, self._bound_s = timeout_s, DEFAULT_TIMEOUT_S
-        self._own = RankStages({}, own_name)  # as long as nobody knows that what was given is of use
+        self._own = RankStages({}, own_name)  # until the user's input is valid
         self._ledger = Ledger(laws)
-        self._no_norm = ""  # why, where this rank was told one and reports none
-        self._problem = ""  # of this rank, with what was given
+        self._no_norm = ""  # why this rank withholds its norm
+        self._problem = ""  # of this rank, with the user's input
         self._crash: Crash | None = None  # of this rank, which ends no job
         self._obstacle = ""  # why there is nothing to compare
-        self._absent: RanksAbsent | None = None  # who did not come
+        self._absent: RanksAbsent | None = None  # the missing ranks
         self._verdict: Verdict | None = None
         self._run = Run((0,), (), (None,))
 
@@ -78,24 +78,24 @@ class CheckedStep(ABC):
         return self
 
     def refuse(self, why: str) -> None:
-        """Say why this rank's part cannot be judged, before the block or in it: the step is unknown then."""
+        """Say why this rank's part cannot be judged, before or in the block: then the step stays unknown."""
         self._problem = self._problem or Reason.USE.doubt(why)
 
     @property
-    def due(self) -> bool:
-        """Whether this step is checked: of some, only one of so many is."""
+    def active(self) -> bool:
+        """True if this check judges the step: some judge only every n-th."""
         return True
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
+        """Verdict of all ranks together, equal on each. Raises ``CheckError`` before the end of the block."""
         if self._verdict is None:
             raise CheckError("the verdict is known at the end of the with block, on every rank")
         return self._verdict
 
     @abstractmethod
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
-        """Compare this rank's gradients now: they must be complete, and not clipped yet.
+        """Compare this rank's gradients now, complete and before clipping.
 
         ``named``: gradients by the names of parameters in the whole model, for a runtime that does not keep them in
         ``.grad``.
@@ -109,30 +109,30 @@ class CheckedStep(ABC):
         loss: float | None = None,
         norm: float | None = None,
     ) -> None:
-        """Compare what this rank knows: the losses of its microbatches, undivided; what they are together; the norm.
+        """Compare this rank's results: microbatch losses, undivided; their total; the norm.
 
-        ``losses`` come in the order in which microbatches were given to the check.
+        ``losses`` come in the order of the microbatches given to the check.
         """
 
     @abstractmethod
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
-        """Say what gradients will be added to, by the model's names: what is there by then is no part of the step."""
+        """Declare initial gradients, by the model's names: content from before the step."""
 
-    def moved(self, stages: Iterable[int]) -> frozenset[int]:
-        """Those of ``stages`` whose weights are known to be others than those that the step began with."""
+    def stages_moved(self, stages: Iterable[int]) -> frozenset[int]:
+        """Return the ``stages`` whose weights changed since the step began."""
         return frozenset()
 
     def miss_norm(self, why: str) -> None:
-        """Say why this rank does not report the norm that it was told."""
+        """Say why the rank withholds its norm."""
         self._no_norm = why
 
     def wrap(self, parts: Parts) -> Parts:
-        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
-        return looked_at(parts, self.gradients)
+        """Hook into ``PipelineSchedule.wrap``: its steps then call ``gradients`` themselves, at the right moment."""
+        return look_at(parts, self.gradients)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep what is raised inside for all ranks to know in the end: it is the check that failed, and not the job."""
+        """Catch errors and report them to all ranks at the end: the check failed, not the job."""
         try:
             yield
         except (RecordError, ContentError, WhiteBoxError, ContractError) as error:
@@ -156,7 +156,7 @@ class CheckedStep(ABC):
         except RanksAbsent as absent:
             parts, self._absent = [mine], self._absent or absent
         try:
-            self._verdict = self._concluded(parts)
+            self._verdict = self._conclude(parts)
         except Exception as crash:  # no one type, and no reason to end a job
             blank = not_compared(_crash(Crash.of(crash)))
             self._verdict = replace(blank, traceback=Crash.of(crash).traceback)
@@ -164,41 +164,41 @@ class CheckedStep(ABC):
 
     @abstractmethod
     def _begin(self) -> str:
-        """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
+        """Agree on an expectation; return obstacles to a comparison, in sentences, or nothing."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Compare what the step has left, where it has ended as it should."""
+        """Compare results after a regular end of the step."""
 
     @abstractmethod
     def _part(self, about: RankReport) -> Any:
-        """What all ranks are to know of this one, ``about`` how its step ended."""
+        """Return this rank's part for all ranks; ``about``: how its step ended."""
 
     @abstractmethod
-    def _concluded(self, parts: Sequence[Any]) -> Verdict:
-        """The verdict that follows from the parts of all ranks that came."""
+    def _conclude(self, parts: Sequence[Any]) -> Verdict:
+        """Judge the parts of all ranks present."""
 
     @abstractmethod
     def _clear(self) -> None:
-        """Take back what was laid out for others."""
+        """Withdraw published data."""
 
     @property
     def _why(self) -> str:
-        """What stands in the way of a comparison on this rank, or nothing."""
+        """Obstacles to a comparison on this rank, or nothing."""
         return self._problem or ("" if self._crash is None else _crash(self._crash))
 
     def _take_given(self) -> None:
-        """Take what the user gave. Raises ``RecordError`` for what is of no use."""
+        """Accept the user's input. Raises ``RecordError`` if invalid."""
         self._bound_s = bound_of(self._timeout_s)
         stages = stages_of(self._modules, self._exchange.rank)
         for module in stages.values():
             let_go(module)
-        self._own = RankStages(stages, named_by(self._rename))
+        self._own = RankStages(stages, require_names(self._rename))
         self._given = pairs_of(self._given)
         self._own.check_names()
 
     def _arrivals(self) -> list[Arrival]:
-        """What all ranks bring, where this one brings what was taken. Raises ``RanksAbsent``."""
+        """Gather all arrivals, including this rank's. Raises ``RanksAbsent``."""
         digests: tuple[str, ...] | None = None
         places: dict[str, int] = {}
         shards = {}
@@ -216,8 +216,8 @@ def _crash(crash: Crash) -> str:
     return Reason.CRASH.doubt(f"the check raised {crash.said}")
 
 
-def looked_at(parts: Parts, look: Callable[[], None]) -> Parts:
-    """``parts`` that have somebody ``look`` at gradients between the tied reduction and the clipping."""
+def look_at(parts: Parts, look: Callable[[], None]) -> Parts:
+    """Make ``parts`` call ``look`` between tied reduction and clipping."""
     return replace(parts, gradients=_LookedAt(parts, look))
 
 

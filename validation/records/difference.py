@@ -1,6 +1,6 @@
-"""Why two records differ: each is judged by what its own config asks for, and what the two ask for is compared.
+"""Why two records differ: judge each by its own config, then compare the two expectations.
 
-So it is known whether the configs explain the numbers, by another order of sums or by another answer, or one is wrong.
+So either the configs explain the numbers, by another order of sums or another answer, or a side is wrong.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,21 @@ from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import OtherSteps, Record, config_differences
 from pipeproof.records.side import Side, side_of
 
-# same: bit for bit. rounding: both are right, and what is due is the same. asked: both are right, and other answers are
-# due. fault: a side is wrong by its own config. unknown: what is due of a side is not known, or not decided.
+# same: bit for bit. rounding: both are right, with equal expectations. asked: both are right, with different
+# expectations. fault: a side is wrong by its own config. unknown: a side's expectation is not known, or
+# not decided.
 Reason = Literal["same", "rounding", "asked", "fault", "unknown"]
 NAMES = ("one", "other")
-# What a config may say otherwise of the same answer: it is found in another order, or by other kernels.
+# Config fields that may differ for one answer: another order of sums, or other kernels.
 _ORDER = ("schedule", "pp", "virtual", "split", "device", "runtime", "options")
-_BESIDE = ("specimen", *versions())  # what a config says besides what it asks for
+_BESIDE = ("specimen", *versions())  # config fields without an effect on the answer
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Why two records differ.
+    """The reason why two records differ.
 
-    fields: what of their configs explains it. size: how large it is, if it is rounding. next: what to type.
+    fields: config fields that explain it. size: its magnitude, if rounding. next: commands to run.
     """
 
     reason: Reason
@@ -42,7 +43,7 @@ class Difference:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """All of it, each part with its name."""
+        """All parts with their names."""
         named = zip(NAMES, map(str, self.sides), strict=False)
         size = [("most", self.size)] if self.size else []
         return [("why", self.said), *size, *named, *(("next", line) for line in self.next)]
@@ -54,7 +55,7 @@ class Difference:
 
 
 def difference(one: Record, other: Record, numbers: Verdict | OtherSteps, files: tuple[str, str]) -> Difference:
-    """Why the records in ``files`` differ as ``numbers`` say; ``OtherSteps`` where they could not be compared."""
+    """Explain why the records in ``files`` differ; ``numbers``: their comparison, or ``OtherSteps``."""
     if isinstance(numbers, Verdict) and numbers.tier == "bitwise":
         return Difference("same", "every number that was compared agrees bit for bit: there is nothing to explain")
     return _Pair(one, other, (side_of(one), side_of(other)), files).difference
@@ -62,7 +63,7 @@ def difference(one: Record, other: Record, numbers: Verdict | OtherSteps, files:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two records, and what each is by its own config."""
+    """Two records, each judged by its config."""
 
     one: Record
     other: Record
@@ -71,53 +72,53 @@ class _Pair:
 
     @cached_property
     def differing(self) -> tuple[str, ...]:
-        """What the configs ask for otherwise."""
+        """Config fields with different values."""
         found = (name for name, *_ in config_differences(self.one, self.other))
         return tuple(name for name in found if name not in _BESIDE)
 
     @property
     def difference(self) -> Difference:
-        """Why they differ."""
+        """Reason for the difference."""
         if wrong := self._that_are("fail"):
-            told = " and ".join(wrong)
-            said = f"a fault: {told} {'are' if len(wrong) > 1 else 'is'} wrong by {_whose(wrong)}"
-            return self._found("fault", said)
+            names = " and ".join(wrong)
+            said = f"a fault: {names} {'are' if len(wrong) > 1 else 'is'} wrong by {_whose(wrong)}"
+            return self._difference("fault", said)
         if self._that_are("pass") != list(NAMES):
-            return self._found(
+            return self._difference(
                 "unknown", "not known: it takes two sides that are known to be right by their own configs"
             )
         return self._of_right_ones()
 
     def _of_right_ones(self) -> Difference:
-        """Whether what was asked for is the same."""
-        asked, right = self._asked(), "both are right by their own configs"
+        """Decide whether both configs ask for the same answer."""
+        asked, right = self._judge_config(), "both are right by their own configs"
         order = self._ordering
         # That is known of a config by its words, where numbers of a coarse dtype leave it open.
-        alone = asked.verdict == "unknown" and order == self.differing
-        if order and (asked.verdict == "pass" or alone):
+        alone = asked.outcome == "unknown" and order == self.differing
+        if order and (asked.outcome == "pass" or alone):
             by = f"{_list(order)} differ{'s' * (len(order) == 1)}"
             said = f"rounding: {right}, which ask for the same answer; {by}"
-            return self._found("rounding", said, fields=order, size=self._size())
-        if asked.verdict == "pass":
+            return self._difference("rounding", said, fields=order, size=self._size())
+        if asked.outcome == "pass":
             why = "no field that orders sums differs, so every bit should agree: run each again to see which one varies"
             said = f"not known: {right}, which ask for the same answer; {why}"
-            return self._found("unknown", said, size=self._size())
+            return self._difference("unknown", said, size=self._size())
         fields = tuple(name for name in self.differing if name not in order)
-        if asked.verdict == "unknown" or (asked.laws and not fields):
+        if asked.outcome == "unknown" or (asked.laws and not fields):
             said = f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"
-            return self._found("unknown", said)
+            return self._difference("unknown", said)
         by = f"{_list(fields)} differ{'s' * (len(fields) == 1)}" if fields else "no field says why"
-        return self._found("asked", f"another answer was asked for: {right}; {by}", fields=fields)
+        return self._difference("asked", f"another answer was asked for: {right}; {by}", fields=fields)
 
     @property
     def _ordering(self) -> tuple[str, ...]:
-        """What differs and lets sums be of another order alone: a split of as many layers, but not of more."""
+        """Differing fields that may only reorder sums: a split into as many layers, but not into more."""
         one, other = (Case.parse(side.line).layers for side in self.sides)
         return tuple(name for name in self.differing if name in _ORDER and (name != "split" or one == other))
 
-    def _asked(self) -> Verdict:
-        """What one config asks for, judged by what the other does."""
-        one, other = (side.due for side in self.sides)
+    def _judge_config(self) -> Verdict:
+        """Judge one config's expectation by the other's."""
+        one, other = (side.expected for side in self.sides)
         assert one is not None, "it was judged by it"
         assert other is not None, "it was judged by it"
         try:
@@ -126,10 +127,10 @@ class _Pair:
             return other_steps(error)
 
     def _size(self) -> str:
-        """The largest difference of a gradient, by what rounding alone does to it."""
-        due = self.sides[0].due
-        assert due is not None, "it was judged by it"
-        pairs = zip(self.one.operations, due.operations, strict=True)
+        """The largest gradient difference, in units of rounding."""
+        expected = self.sides[0].expected
+        assert expected is not None, "it was judged by it"
+        pairs = zip(self.one.operations, expected.operations, strict=True)
         floored = tuple(replace(one, floors=wanted.floors) for one, wanted in pairs)
         with one_thread():
             numbers = compare(replace(self.one, operations=floored), self.other, sides=RUNS)
@@ -139,7 +140,7 @@ class _Pair:
         worst = max(found, key=lambda one: one.error / (one.floor or 1.0))
         return f"a gradient by {small(worst.error)}, where rounding alone makes {small(worst.floor or 0.0)}"
 
-    def _found(self, reason: Reason, said: str, *, fields: Sequence[str] = (), size: str = "") -> Difference:
+    def _difference(self, reason: Reason, said: str, *, fields: Sequence[str] = (), size: str = "") -> Difference:
         lines = [line for side, file in zip(self.sides, self.files, strict=True) for line in side.next(file)]
         return Difference(reason, said, tuple(fields), size, self.sides, tuple(lines))
 
@@ -148,7 +149,7 @@ class _Pair:
 
 
 def other_steps(error: OtherSteps) -> Verdict:
-    """That two records differ before any number is compared."""
+    """Build the verdict for two records that differ before any comparison."""
     return Verdict("two records", "fail", "none", (), headline=error.reason, sides=RUNS)
 
 
@@ -157,5 +158,5 @@ def _whose(names: Sequence[str]) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    """Names, as a sentence has them."""
+    """Join names as in a sentence."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

@@ -1,7 +1,7 @@
-"""Gradients that several ranks of a job hold: parts are put together on one of them, copies are held against others.
+"""Gradients on several ranks of a job: join parts on one rank, compare copies with each other.
 
-What ranks say of theirs, a few bytes each, goes to all. A part goes to the rank that judges the whole, through the
-exchange of the check: no rank needs more than its own parts and one whole gradient. The store has all of those at once.
+Descriptions, a few bytes each, go to all ranks. A part goes to the rank that judges the whole, through the check's
+exchange: no rank needs more than its own parts and one whole gradient. The store has all parts at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.observed import Claim
 from pipeproof.core.observe.recording import Site
-from pipeproof.core.observe.shards import InShards, Shard, flat_shard, in_flat_parts, sized, untiled
+from pipeproof.core.observe.shards import InShards, Shard, find_untiled, flat_shard, in_flat_parts, with_sizes
 from pipeproof.core.reason import Reason
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import stands_for_none
@@ -28,16 +28,16 @@ from pipeproof.whitebox.rank import ModulePart
 from pipeproof.worlds.side_store import Exchange
 
 LAWS = (
-    "shards",  # those of a parameter make up the whole
+    "shards",  # a parameter's shards make up the whole
     "replicas",  # ranks that hold the same of a parameter have the same gradient
 )
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says of its gradient: where it lies in the whole (None: it has all), and its digest.
+    """A rank's gradient in brief: its place in the whole (None: all), and its digest.
 
-    content: None where there is no tensor. nothing: it is as good as no gradient.
+    content: None without a tensor. nothing: equivalent to no gradient.
     """
 
     shard: Shard | None
@@ -47,9 +47,9 @@ class Said:
 
 @dataclass(frozen=True)
 class Joined:
-    """A gradient that ranks had in common: what must hold between them; whether it is whole now, and what it is then.
+    """A gradient shared by ranks: claims between them; whether it is whole now, and its value.
 
-    mixed: why nothing can be said, or nothing.
+    mixed: why nothing can be decided, or nothing.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Joined:
 
 
 class HeldInCommon:
-    """A rank's gradients of a step, as far as other ranks hold them too; ``places`` has all holders by name."""
+    """A rank's gradients with holders on other ranks; ``places``: all holders by name."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class HeldInCommon:
         *,
         bound_s: float,
     ) -> None:
-        self.everybodys: list[dict[str, Said]] = []  # known of all ranks once parts are put together
+        self.everybodys: list[dict[str, Said]] = []  # of all ranks, once parts are joined
         self._exchange, self._places, self._shapes, self._bound_s = exchange, places, shapes, bound_s
         self._said: dict[str, Said] = {}
         self._parts: dict[str, Tensor | None] = {}
         self._given: list[str] = []
 
     def take(self, name: str, given: Gradient | tuple[None, Shard]) -> tuple[bool, Tensor | None]:
-        """Whether this rank has all of a gradient, and then the gradient. Of a part it keeps a copy on the CPU.
+        """Say if this rank has a whole gradient, and return it. Keep parts as copies on the CPU.
 
-        Where it has nothing, other ranks may have flat parts.
+        A rank without any may share it with ranks that have flat parts.
         """
         part, shard = part_of(name, given, self._shapes[name])
         alone = len(self._places.get(name, ())) < 2
@@ -93,9 +93,9 @@ class HeldInCommon:
         return False, None
 
     def together(self, replicas: Replicas) -> Iterator[Joined]:
-        """What this rank is the first to hold, gradient by gradient. Raises ``RanksAbsent`` for parts that do not come.
+        """Join gradients that this rank judges. Raises ``RanksAbsent`` for missing parts.
 
-        Every rank calls this once its gradients are taken, if any has others beside it.
+        Every rank calls this after ``take``, if any gradient has several holders.
         """
         if any(len(found) > 1 for found in self._places.values()):
             what = "the parts of gradients of the checked step"
@@ -110,13 +110,13 @@ class HeldInCommon:
             self._give(site, ranks)
         for site, ranks, silent in groups:
             if ranks[0] == self._exchange.rank:
-                yield self._joined(site, ranks, silent, replicas)
+                yield self._join(site, ranks, silent, replicas)
         self._parts.clear()
 
     def enter(
         self, ledger: Ledger, number: int, replicas: Replicas, judge: Callable[[str, Tensor | None], None]
     ) -> None:
-        """Enter into ``ledger`` what must hold between ranks in operation ``number``; ``judge`` what is whole now."""
+        """Enter claims between ranks into ``ledger`` for operation ``number``; ``judge`` whole gradients."""
         mixed: dict[str, list[str]] = {}
         for one in self.together(replicas):
             if one.mixed:
@@ -128,16 +128,16 @@ class HeldInCommon:
         for name, said in self.everybodys[self._exchange.rank].items():
             if said.shard is None and said.content is None:
                 judge(name, None)
-        for told, names in mixed.items():
-            ledger.leave_out("shards", names, told, Reason.PARTS)
+        for reason, names in mixed.items():
+            ledger.leave_out("shards", names, reason, Reason.PARTS)
 
     def clear(self) -> None:
-        """Take back what was laid out, once nobody asks for it any more."""
+        """Withdraw published parts after the last request."""
         self._exchange.clear(self._given)
 
     @property
     def shards(self) -> dict[str, dict[int, Shard]]:
-        """Where every rank's part of a gradient lay, of those that came in parts."""
+        """Place every rank's gradient part."""
         found: dict[str, dict[int, Shard]] = {}
         for rank, said in enumerate(self.everybodys):
             for name, one in said.items():
@@ -146,7 +146,7 @@ class HeldInCommon:
         return found
 
     def _leave_out_beside_flat_parts(self) -> None:
-        """Know that a rank has no part of a gradient of which it said nothing, at stages that lie in flat parts."""
+        """Mark a rank as empty for gradients without a description, at stages in flat parts."""
         every = [(name, rank, stage, self.everybodys[rank]) for name, at in self._places.items() for rank, stage in at]
         shards = {(stage, said[name].shard) for name, _, stage, said in every if name in said}
         flat = {stage for stage, shard in shards if shard is not None and in_flat_parts([shard])}
@@ -155,7 +155,7 @@ class HeldInCommon:
                 said[name] = Said(flat_shard(0, None), None, nothing=True)
 
     def _groups(self) -> Iterator[tuple[Site, list[int], list[int]]]:
-        """Every parameter at its stage, with its ranks that said something of its gradient, and those that did not."""
+        """Every parameter at its stage, with describing ranks, and silent ranks."""
         for name, found in self._places.items():
             for stage in dict.fromkeys(stage for _, stage in found):
                 holders = [rank for rank, at in found if at == stage]
@@ -171,18 +171,18 @@ class HeldInCommon:
         return 0 if shard is None else shard.count
 
     def _sender(self, name: str, rank: int, ranks: Sequence[int]) -> int:
-        """The first of ``ranks`` that has what ``rank`` has."""
+        """The first rank with equal content."""
         return next(one for one in ranks if self._at(name, one) == self._at(name, rank))
 
     def _give(self, site: Site, ranks: Sequence[int]) -> None:
-        """Lay this rank's part out where another judges it, and nobody before has the same."""
+        """Publish this rank's part for its judge, unless an earlier rank has the same."""
         (_, name), own = site, self._exchange.rank
         part = self._parts.get(name)
         if part is not None and own in ranks[1:] and self._sender(name, own, ranks) == own:
             self._given.append(_address(site, own))
             self._exchange.give(self._given[-1], part)
 
-    def _taken(self, site: Site, rank: int, ranks: Sequence[int]) -> Tensor | None:
+    def _take(self, site: Site, rank: int, ranks: Sequence[int]) -> Tensor | None:
         _, name = site
         if self._at(name, rank).content is None:
             return None
@@ -191,7 +191,7 @@ class HeldInCommon:
             return self._parts[name]
         return self._exchange.take(_address(site, sender), bound_s=self._bound_s)
 
-    def _joined(self, site: Site, ranks: Sequence[int], silent: Sequence[int], replicas: Replicas) -> Joined:
+    def _join(self, site: Site, ranks: Sequence[int], silent: Sequence[int], replicas: Replicas) -> Joined:
         _, name = site
         cut = [rank for rank in ranks if self._at(name, rank).shard is not None]
         if len(cut) < len(ranks) and not any(self._count(name, rank) for rank in cut):
@@ -200,12 +200,14 @@ class HeldInCommon:
             return Joined(name, tuple(self._copies(site, ranks)))
         if cut != ranks or silent:
             said = {rank: "a part" if rank in cut else "all" for rank in ranks} | dict.fromkeys(
-                silent, "nobody knows what"
+                silent, "an unknown part"
             )
-            told = ", ".join(f"rank {rank} has {what}" for rank, what in sorted(said.items()))
-            return Joined(name, mixed=told)
+            text = ", ".join(f"rank {rank} has {what}" for rank, what in sorted(said.items()))
+            return Joined(name, mixed=text)
         members = [(rank, self._member(site, rank, ranks)) for rank in ranks]
-        tiled = not any(map(partial(self._count, name), ranks)) or not untiled([one.shards[0] for _, one in members])
+        tiled = not any(map(partial(self._count, name), ranks)) or not find_untiled(
+            [one.shards[0] for _, one in members]
+        )
         whole = whole_gradient(0, [part for _, part in members]) if tiled else None
         whole = None if whole is None else whole.view(self._shapes[name])
         return Joined(name, tuple(claims(site, 0, members, replicas)), tiled, whole)
@@ -213,23 +215,25 @@ class HeldInCommon:
     def _member(self, site: Site, rank: int, ranks: Sequence[int]) -> ModulePart:
         shard = self._at(site[1], rank).shard
         assert shard is not None, "of parts alone"
-        return ModulePart((Local(site[1]),), (self._taken(site, rank, ranks),), shards={0: shard})
+        return ModulePart((Local(site[1]),), (self._take(site, rank, ranks),), shards={0: shard})
 
     def _copies(self, site: Site, ranks: Sequence[int]) -> Iterator[Claim]:
-        """That ranks with all of a gradient have the same. Their digests tell: no gradient goes anywhere."""
+        """Claim equal gradients on ranks with whole copies, by digest: no gradient moves."""
         first, *others = ranks
         one = self._at(site[1], first)
         for rank in others:
             other = self._at(site[1], rank)
             same = one.content == other.content or (one.nothing and other.nothing)
-            seen = (
+            observed = (
                 f"another gradient than rank {first}'s" if other.content else f"no gradient, and rank {first} has one"
             )
-            yield Claim("replicas", rank, site, same, seen * (not same), f"rank {first}'s gradient, bit for bit", first)
+            yield Claim(
+                "replicas", rank, site, same, observed * (not same), f"rank {first}'s gradient, bit for bit", first
+            )
 
 
 def part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Shard | None]:
-    """What a rank has of a gradient, and where that lies in the whole; None if it has all. Raises ``RecordError``."""
+    """Return a rank's part of a gradient, and its place in the whole; None if whole. Raises ``RecordError``."""
     if given is None or (isinstance(given, Tensor) and not isinstance(given, InShards)):
         return given, None
     if not isinstance(given, FlatShard | InShards | tuple):
@@ -238,7 +242,7 @@ def part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | Non
         (part,), shards = in_parts([(name, given)])
     except HandBackError as error:
         raise RecordError(str(error)) from None
-    return part, sized(shards, {0: shape}).get(0)
+    return part, with_sizes(shards, {0: shape}).get(0)
 
 
 def _address(site: Site, rank: int) -> str:

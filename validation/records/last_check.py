@@ -1,4 +1,4 @@
-"""What a rank remembers of checks of the same stages: the last step that was bit for bit, and where sums lie."""
+"""A rank's memory between checks: the last bitwise step, and tensors with gradient sums."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ Forms = tuple[tuple[int, ...], ...]  # the shapes of the tensors of all microbat
 
 @dataclass(frozen=True)
 class LastCheck:
-    """``exact``: the laws under which the last step that was bit for bit was compared; ``forms``: of its microbatches.
+    """``exact``: laws compared in the last bitwise step; ``forms``: shapes in its microbatches.
 
-    ``weights``: those that it began with, where this rank made the reference. ``sums``: the tensors that gradients of
-    the last step were handed over in, by name, as long as the job keeps them.
+    ``weights``: its initial weights, on the rank with the reference. ``sums``: tensors in which the last step handed
+    over its gradients, by name, while the job keeps them.
     """
 
     exact: frozenset[str] = frozenset()
@@ -29,13 +29,13 @@ class LastCheck:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     sums: Mapping[str, ReferenceType[Tensor]] = field(default_factory=dict)
 
-    def held(self, given: Pairs | None) -> frozenset[str]:
-        """The laws by which a step of microbatches of the same shapes, and so of the same kernels, is bit for bit."""
+    def bitwise_laws(self, given: Pairs | None) -> frozenset[str]:
+        """Laws that stay bitwise for equal shapes, and so equal kernels."""
         return self.exact if self.forms == forms_of(given) else frozenset()
 
     @property
     def added_to(self) -> dict[str, Tensor]:
-        """What is now in the tensors that gradients were handed over in."""
+        """Current content in the tensors with handed over gradients."""
         return {name: one for name, there in self.sums.items() if (one := there()) is not None}
 
 
@@ -44,13 +44,13 @@ belongs_to_rank(__name__, "_checks", fresh=lambda _: WeakIdKeyDictionary())
 
 
 def forms_of(given: Pairs | None) -> Forms | None:
-    """The shapes of all that microbatches have; None where this rank has none."""
+    """Return all tensor shapes in the microbatches; None on a rank without them."""
     every = None if given is None else (one for one in tree_leaves(list(given)) if isinstance(one, Tensor))
     return None if every is None else tuple(tuple(one.shape) for one in every)
 
 
 def last_check(modules: Mapping[int, nn.Module]) -> LastCheck:
-    """What is remembered of a rank's stages."""
+    """Return the memory for a rank's stages."""
     return _checks.get(key, LastCheck()) if (key := _key(modules)) is not None else LastCheck()
 
 
@@ -62,13 +62,13 @@ def remember(
     sums: Mapping[str, object],
     weights: Callable[[], Mapping[str, Tensor]],
 ) -> None:
-    """Remember a check of these stages: ``sums`` in any case, its ``weights`` if it was bit for bit."""
+    """Remember a check: ``sums`` always, ``weights`` only after a bitwise step."""
     if (key := _key(modules)) is None:
         return
     last = last_check(modules)
     there = {name: ref(one) for name, one in sums.items() if isinstance(one, Tensor)}
     computed = [one for one in verdict.laws if one.name in COMPUTED and one.checked]
-    if verdict.verdict != "pass" or any(one.exact < one.checked for one in computed):
+    if verdict.outcome != "pass" or any(one.exact < one.checked for one in computed):
         _checks[key] = LastCheck(last.exact, last.forms, last.weights, there)
         return
     exact = frozenset(one.name for one in computed)

@@ -1,4 +1,4 @@
-"""A rank's part in a checked step: what it brings and holds, by the record's names, and what it keeps for the end."""
+"""A rank's part in a checked step: arrival, stages by the record's names, and notes for the end."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.judge import Where
 from pipeproof.core.observe.recording import Gradients
-from pipeproof.core.observe.shards import Shard, held_here, is_plain, shard_of
+from pipeproof.core.observe.shards import Shard, is_plain, local_tensor, shard_of
 from pipeproof.core.reason import Doubt, reasons_of
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import Floor, same_bits
@@ -26,9 +26,9 @@ from pipeproof.records.record import (
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong.
+    """A rank's arrival at a check: parameters by name with their stage, microbatches, and problems.
 
-    ``shards``: where the weights lie in the whole ones, of those of which it has a part.
+    ``shards``: places of partial weights in the whole.
     """
 
     held: Mapping[str, int]
@@ -38,7 +38,7 @@ class Arrival:
 
 
 def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[RankStage]]:
-    """Every parameter's ranks and stages, in the order of ranks."""
+    """Return every parameter's ranks and stages, in rank order."""
     places: dict[str, list[RankStage]] = {}
     for rank, arrival in enumerate(arrivals):
         for name, stage in arrival.held.items():
@@ -48,9 +48,9 @@ def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[RankStage]]:
 
 @dataclass(frozen=True)
 class Run:
-    """Who ran what: the replica of the model that each rank works on, and the microbatches of the step by digest.
+    """Each rank's replica of the model, and the step's microbatches by digest.
 
-    ``shares``: the numbers of those that each rank's replica ran; None where nobody says.
+    ``shares``: microbatches of each rank's replica by number; None if unknown.
     """
 
     replicas: tuple[int, ...]
@@ -63,17 +63,17 @@ class Run:
 
     @property
     def apart(self) -> bool:
-        """Whether every replica says which microbatches are its own."""
+        """True if every replica gives its microbatches."""
         return self.count > 1 and None not in self.shares
 
     @property
     def members(self) -> Replicas:
-        """The same, as what ranks have in common is judged by."""
+        """Convert to ``Replicas``, for judging shared parameters."""
         shares = tuple(share or () for share in self.shares) if self.apart else ()
         return Replicas(self.replicas, len(self.microbatches), shares=shares)
 
     def as_in(self, expected: Sequence[str]) -> "Run":
-        """This run, with microbatches numbered as in ``expected``, where they are those."""
+        """Renumber microbatches as in ``expected``, if equal."""
         place = numbers_in(expected, self.microbatches) if self.apart else None
         if place is None:
             return self
@@ -81,13 +81,13 @@ class Run:
         return Run(self.replicas, tuple(expected), shares)
 
     def together(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
-        """The microbatches of all replicas, of those that ranks have ``given``."""
+        """Join the microbatches ``given`` on all replicas."""
         by_replica = {replica: one for replica, one in zip(self.replicas, given, strict=True) if one is not None}
         return [pair for _, one in sorted(by_replica.items()) for pair in one]
 
 
 def run_of(arrivals: Sequence[Arrival]) -> tuple[Run, dict[int, str]]:
-    """What the ranks ran together, and what is wrong with it."""
+    """Return the ranks' common run, and problems by rank."""
     replicas = _replicas(arrivals)
     given: dict[int, tuple[str, ...]] = {}
     for replica in sorted(set(replicas)):
@@ -109,25 +109,25 @@ def run_of(arrivals: Sequence[Arrival]) -> tuple[Run, dict[int, str]]:
 
 
 def other_run(run: Run, expected: RecordedOperation) -> dict[int, str]:
-    """That the microbatches of ``run`` are not those that a record has, and the first that is not."""
+    """Describe the first microbatch of ``run`` unlike a record's."""
     found = other_microbatch(expected.microbatches, run.as_in(expected.microbatches).microbatches)
     return {0: f"microbatches that are not the record's: {found}; run the recorded ones in this step"} if found else {}
 
 
 def _replicas(arrivals: Sequence[Arrival]) -> tuple[int, ...]:
-    """Ranks that hold the same are replicas in their order, where there are equally many of each; else all are one."""
-    seen: Counter[frozenset[tuple[str, int]]] = Counter()
+    """Number ranks with equal stages as replicas in order, given equally many of each; else all share replica 0."""
+    observed: Counter[frozenset[tuple[str, int]]] = Counter()
     found = []
     for arrival in arrivals:
         held = frozenset(arrival.held.items())
-        found.append(seen[held])
-        seen[held] += bool(held)
-    alike = len({count for held, count in seen.items() if held}) == 1
+        found.append(observed[held])
+        observed[held] += bool(held)
+    alike = len({count for held, count in observed.items() if held}) == 1
     return tuple(found) if alike else (0,) * len(found)
 
 
-def told(problems: Mapping[int, str]) -> str:
-    """What is wrong on each rank, in one line, once where several say the same; empty where nothing is."""
+def describe_problems(problems: Mapping[int, str]) -> str:
+    """Join problems by rank into a line, equal problems once; empty without any."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in problems.items():
         ranks.setdefault(problem, []).append(rank)
@@ -136,13 +136,13 @@ def told(problems: Mapping[int, str]) -> str:
 
 
 def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
-    """The rank that runs other microbatches than another, and which."""
+    """Find a rank with different microbatches than another."""
     known = [(rank, found) for rank, found in enumerate(digests) if found is not None]
     if not known:
-        return {0: "nobody says which microbatches the step is of: pass them on one rank at least"}
+        return {0: "the step's microbatches are not known: pass them on one rank at least"}
     first, expected = known[0]
-    for rank, seen in known:
-        if found := other_microbatch(expected, seen):
+    for rank, observed in known:
+        if found := other_microbatch(expected, observed):
             return {rank: f"other microbatches than those of rank {first}: {found}"}
     return {}
 
@@ -151,13 +151,13 @@ Rename = Callable[[int, str], str]
 
 
 def own_name(stage: int, name: str) -> str:
-    """A parameter's name in its stage, for stages that keep the names of the whole model."""
+    """Keep a parameter's name, for stages with the whole model's names."""
     return name
 
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """Names of another's making: its users have no rename= to give, and ``cure`` is what they can do."""
+    """Names made by an adapter: users have no rename= to give; ``cure``: advice for them."""
 
     named: Rename
     cure: str = "the whole model has one, so cut it into stages that hold each layer once"
@@ -168,50 +168,50 @@ class AdapterNames:
 
 @dataclass(frozen=True)
 class RankStages:
-    """``modules`` by stage; ``rename`` gives the record's name, from a stage's number and a name in it."""
+    """``modules`` by stage; ``rename`` maps a stage's number and a name in it to the record's name."""
 
     modules: Mapping[int, nn.Module]
     rename: Rename
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """The stage that each parameter is in."""
+        """Stages by parameter name."""
         return {name: stage for name, stage, _ in self._named}
 
     def where(self, name: str, rank: int) -> Where:
-        """Where this rank, of this number, has a parameter."""
+        """Locate a parameter on this rank."""
         stage = self.places.get(name)
         return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """What this rank has of the parameters, as it is whenever it is looked at."""
-        return {name: held_here(parameter) for name, _, parameter in self._named}
+        """The rank's local parameter tensors, live."""
+        return {name: local_tensor(parameter) for name, _, parameter in self._named}
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The name of each parameter, by the ``id`` of it."""
+        """Parameter names by ``id``."""
         return {id(parameter): name for name, _, parameter in self._named}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of whole parameters."""
+        """Whole parameters' shapes."""
         return {name: tuple(parameter.shape) for name, _, parameter in self._named}
 
     @cached_property
     def shards(self) -> dict[str, Shard]:
-        """Where what this rank has lies in the whole, of those of which it has a part."""
+        """Places for the rank's partial parameters."""
         found = {name: shard_of(parameter) for name, _, parameter in self._named}
         return {name: shard for name, shard in found.items() if shard is not None and not shard.is_all}
 
     @property
     def gradients(self) -> dict[str, Tensor | None]:
-        """What is in ``.grad`` now."""
+        """The current ``.grad`` content."""
         return {name: parameter.grad for name, _, parameter in self._named}
 
     @property
     def buffers(self) -> dict[str, tuple[int, Tensor]]:
-        """The stage that each buffer is in, and the buffer as it is now."""
+        """Stage and current value of each buffer."""
         return {
             self.rename(stage, name): (stage, buffer)
             for stage, module in self.modules.items()
@@ -219,18 +219,18 @@ class RankStages:
         }
 
     def check_names(self) -> None:
-        """Raise ``RecordError`` where two parameters have one name."""
+        """Raise ``RecordError`` for two parameters with one name."""
         twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
         if twice:
             those = [(stage, one) for name, stage, one in self._named if name == twice[0]]
             stages = " and ".join(str(stage) for stage, _ in those)
             cure = self.rename.cure if isinstance(self.rename, AdapterNames) else "give rename=, from stage and name"
             if len({id(one) for _, one in those}) == 1:
-                cure = f"{cure}, that makes a name of each stage; that it is one weight is seen"
+                cure = f"{cure}, that makes a name of each stage; that it is one weight is observed"
             raise RecordError(f"stages {stages} both have a parameter {twice[0]}: {cure}")
 
     def check_start(self, expected: RecordedOperation) -> None:
-        """Raise ``RecordError`` where weights are not the recorded ones."""
+        """Raise ``RecordError`` for weights unlike the recorded ones."""
         if found := other_weights(expected.before, self.parameters, self.shards):
             raise RecordError(
                 f"weights that differ from the record's before the step: {found}; start from the recorded ones"
@@ -251,12 +251,11 @@ _SUM = Floor(0.0, 0.0, 0.0).limit  # how far another order of fp32 sums leads
 
 @dataclass(frozen=True)
 class Notes:
-    """What a rank kept, by the names of parameters: what all ranks learn of it without the tensors.
+    """A rank's notes by parameter name: information for all ranks without tensors.
 
-    ``right``: gradients that are what they should be. ``wrong``: where each can be had; None is in place of a gradient.
-    ``near``: the same of those that pass, and are not what is due but for an fp32 sum.
-    ``begun``: the same of what was in ``.grad`` when the step began. ``left_out``: wrong, and too much to keep.
-    ``untold``: of these nobody kept what was there when the step began, although something was.
+    ``right``: right gradients. ``wrong``: addresses of wrong ones; None for a missing gradient. ``near``: addresses of
+    passing gradients beyond an fp32 sum's rounding. ``begun``: addresses of initial ``.grad`` content. ``left_out``:
+    wrong, and too large to keep. ``untold``: nonzero initial content, not kept.
     """
 
     right: set[str] = field(default_factory=set)
@@ -268,9 +267,9 @@ class Notes:
 
 
 class Kept:
-    """Gradients that a rank keeps: those that are not due, and those that the step began with; ``room`` is in bytes.
+    """Gradients on a rank: wrong ones, and initial ones; ``room`` is in bytes.
 
-    ``tensors`` are by the addresses in its ``notes``, of which no other rank has one.
+    ``tensors`` are by the addresses in its ``notes``, unique among ranks.
     """
 
     def __init__(self, rank: int, room: int) -> None:
@@ -279,7 +278,7 @@ class Kept:
         self._rank, self._room = rank, room
 
     def begin(self, gradients: Gradients) -> None:
-        """Keep what there is before anything is added, in place of what was kept: it may be too much later."""
+        """Keep initial content, in place of earlier copies: it may be too much later."""
         for name, gradient in gradients.items():
             if (before := self.notes.begun.pop(name, None)) is not None:
                 self._room += self.tensors.pop(before).nbytes
@@ -292,8 +291,10 @@ class Kept:
                 self.notes.untold.add(name)
 
     def end(self, name: str, gradient: Tensor | None, *, wrong: bool, apart: float = 0.0) -> None:
-        """Keep a gradient that is ``wrong``, or passes and is so far ``apart`` from what is due that it is no other sum
-        of the same: coarse types hide half a fault. Those that are wrong go first."""
+        """Keep a gradient that is ``wrong``, or passes too far ``apart`` for another sum.
+
+        Coarse types hide half a fault. Wrong gradients have priority.
+        """
         notes = self.notes
         if not wrong and gradient is not None and apart > _SUM and self._fits(gradient):
             notes.near[name] = self._keep(f"near gradient {name}", gradient)
@@ -317,7 +318,7 @@ class Kept:
         return fits
 
     def _fits_without_near(self, gradient: Tensor) -> bool:
-        """Whether it does once gradients that pass are let go, taken for what is due."""
+        """Make room by dropping passing gradients, and retry."""
         near, held = self.notes.near, {name: self.tensors[one].nbytes for name, one in self.notes.near.items()}
         if self._room + sum(held.values()) < gradient.nbytes:
             return False

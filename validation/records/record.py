@@ -1,6 +1,6 @@
-"""A record: what was expected of some steps, or what a run gave in them, by the model's own names of its parameters.
+"""A record: expected or observed results of some steps, by the model's own parameter names.
 
-A record knows nothing of ranks but where each parameter lay, so records of different schedules, P or V can be compared.
+Apart from each parameter's place, a record is independent of ranks: records with different schedules, P or V compare.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.comparison import Comparison, ExpectedOperation
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import Precision, precision_among, precision_of
@@ -29,11 +29,11 @@ _PIECE = 1 << 20  # bytes that are copied at once
 
 
 class ContentError(ValueError):
-    """Something that has no digest."""
+    """A value without a digest."""
 
 
 def digest(value: object) -> str:
-    """SHA-256 of tensors, numbers, text and None, and of tuples, lists and dicts of these; as hexadecimal digits."""
+    """SHA-256 over tensors, numbers, text and None, and nested tuples, lists and dicts; in hexadecimal."""
     found = hashlib.sha256()
     _feed(found, value)
     return found.hexdigest()
@@ -72,7 +72,7 @@ class RecordError(ValueError):
 
 
 class OtherSteps(RecordError):
-    """Two records that are not of the same steps; ``reason`` says what is another."""
+    """Two records of different steps; ``reason``: the difference."""
 
     def __init__(self, reason: str, differ: str) -> None:
         super().__init__(f"the records have {reason}{differ}; expected two records of the same steps")
@@ -81,10 +81,10 @@ class OtherSteps(RecordError):
 
 @dataclass(frozen=True)
 class RecordedFloors:
-    """What rounding alone does to each number of an operation, as the reference measured it.
+    """Rounding floors of each number in an operation, measured by the reference.
 
-    ``moved``: how far weights that are one rounding off move it; None where that was not measured. ``updates``: what an
-    optimizer makes of rounding; none where it makes no more of it than a gradient has.
+    ``moved``: the effect of weights one rounding off; None if not measured. ``updates``: floors after an optimizer;
+    none if no larger than a gradient's.
     """
 
     losses: Sequence[Floor]
@@ -94,12 +94,12 @@ class RecordedFloors:
     updates: Mapping[str, Floor] = field(default_factory=dict)
 
     @classmethod
-    def measured(
+    def measure(
         cls, expected: Expected, floors: Floors, *, moved: bool = False, updates: bool = False
     ) -> "RecordedFloors":
-        """All the ``floors`` of an operation that must give ``expected``; ``moved``: by other weights as well.
+        """Measure all ``floors`` of an operation with results ``expected``.
 
-        ``updates``: those of what an optimizer makes, too.
+        ``moved``: by other weights as well. ``updates``: of parameters after the optimizer, too.
         """
         return cls(
             tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
@@ -111,10 +111,10 @@ class RecordedFloors:
 
 
 @dataclass(frozen=True)
-class RecordedOperation(Due):
-    """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them.
+class RecordedOperation(ExpectedOperation):
+    """An operation in a plan: "train", "accumulate" or "eval". ``floors``: None if not measured.
 
-    ``contents`` are digests of what is in each microbatch, in whatever form; where nobody took them, there are none.
+    ``contents``: digests of each microbatch's tensors, in any form; empty if not taken.
     """
 
     floors: RecordedFloors | None = None
@@ -123,10 +123,10 @@ class RecordedOperation(Due):
 
 @dataclass(frozen=True)
 class Record:
-    """What was expected or seen, and of what: ``config`` says it in plain data, the same words in every record.
+    """Expected or observed results, and their ``config`` in plain data, with the same words in every record.
 
-    ``places`` says of each parameter, by its name in the model, which rank and stage held it: one place, unless
-    something is wrong; none are known where no pipeline ran.
+    ``places``: each parameter's ranks and stages, by its name in the model: one place, unless wrong; empty without a
+    pipeline.
     """
 
     kind: Kind
@@ -136,81 +136,81 @@ class Record:
 
     @property
     def name(self) -> str:
-        """What it is a record of, on one line."""
+        """The record's name, on one line."""
         return str(self.config.get("case") or self.config.get("model") or "a step")
 
     @property
     def products(self) -> Mapping[str, str]:
-        """As what products of fp32 were rounded, by their sort, where the record says so."""
+        """Rounding of fp32 products by kind, if recorded."""
         found = self.config.get("products")
         return {str(sort): str(name) for sort, name in found.items()} if isinstance(found, Mapping) else {}
 
     @property
     def framework(self) -> str:
-        """The framework that ran it; empty where that was none."""
+        """The framework's name; empty without one."""
         return str(self.config.get("framework") or "")
 
     @property
     def max_norm(self) -> float | None:
-        """What gradients are clipped to, where that is known."""
+        """Clipping norm, if known."""
         found = self.config.get("max_norm")
         return float(found) if isinstance(found, int | float) else None
 
-    def moved(self, number: int) -> Nudged | None:
-        """How far weights that are one rounding off move operation ``number``; None where nobody measured it."""
+    def nudged(self, number: int) -> Nudged | None:
+        """How far weights one rounding off move operation ``number``; None if not measured."""
         floors = self.operations[number].floors
         return None if floors is None else floors.moved
 
     def before(self, number: int) -> Gradients:
-        """The gradients of the last step before operation ``number``; empty where there is none."""
+        """Gradients of the last step before operation ``number``; empty without one."""
         steps = [one for one in self.operations[:number] if one.operation == "train"]
         return steps[-1].gradients if steps else {}
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
-    """What the configs say differently: the name, and what each says (None where it says nothing).
+    """Yield config fields that differ: name, and both values (None if absent).
 
-    All but the line of a case, which repeats the others.
+    All but a case's line, which repeats the others.
     """
     both = _words(one), _words(other)
     for name in (name for name in dict.fromkeys([*both[0], *both[1]]) if name != "case"):
-        values = _said(both[0].get(name)), _said(both[1].get(name))
+        values = _spell(both[0].get(name)), _spell(both[1].get(name))
         if values[0] != values[1]:
             yield name, *values
 
 
 def _words(record: Record) -> dict[str, object]:
-    """A config by the names that configs have now: axes were called as a case calls them."""
+    """Translate a config to current field names: older axes had a case's names."""
     return {AXES.get(name, name): value for name, value in record.config.items()}
 
 
-def _said(value: object) -> object:
-    """A list as a case's line has it: ``1,1`` of numbers, ``train+eval`` of words."""
+def _spell(value: object) -> object:
+    """Spell a list as in a case's line: ``1,1`` for numbers, ``train+eval`` for words."""
     if not isinstance(value, list):
         return value
     return ("+" if any(isinstance(one, str) for one in value) else ",").join(map(str, value))
 
 
 def other_weights(
-    expected: Mapping[str, Tensor], seen: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
+    expected: Mapping[str, Tensor], observed: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
 ) -> str:
-    """The first parameter, in the model's order, that is another before the step, and how far; empty if none is.
+    """Describe the first parameter with different initial weights, in the model's order; empty without one.
 
-    ``shards``: where what is seen lies, of those that are parts.
+    ``shards``: places of observed parts in the whole.
     """
-    for name in (name for name in expected if name in seen):  # a record fetches what it is asked for
-        one, wanted = seen[name].detach().cpu(), expected[name].cpu()
+    for name in (name for name in expected if name in observed):  # a record fetches on demand
+        one, wanted = observed[name].detach().cpu(), expected[name].cpu()
         wanted = shards[name].of(wanted) if shards and name in shards else wanted
         if not same_bits(one, wanted):
             return f"{name} first, by a relative error of {error(one, wanted):.1e}"
     return ""
 
 
-def other_microbatch(expected: Sequence[str], seen: Sequence[str]) -> str:
-    """What is another in the microbatches, by their digests; empty if nothing is."""
-    if len(expected) != len(seen):
-        return f"{len(seen)} microbatches, not {len(expected)}"
-    for number, (wanted, one) in enumerate(zip(expected, seen, strict=True)):
+def other_microbatch(expected: Sequence[str], observed: Sequence[str]) -> str:
+    """Describe the first difference between microbatches, by digest; empty without one."""
+    if len(expected) != len(observed):
+        return f"{len(observed)} microbatches, not {len(expected)}"
+    for number, (wanted, one) in enumerate(zip(expected, observed, strict=True)):
         if one != wanted:
             elsewhere = f": it has the content of microbatch {expected.index(one)}" if one in expected else ""
             return f"microbatch {number} first{elsewhere}"
@@ -218,28 +218,28 @@ def other_microbatch(expected: Sequence[str], seen: Sequence[str]) -> str:
 
 
 def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[str, ...]:
-    """A digest of each microbatch, a pair of inputs and target: tensors, or tuples, lists and dicts of them."""
+    """Digest each microbatch, a pair of inputs and target: tensors, or tuples, lists and dicts of tensors."""
     return tuple(digest((_plain(inputs), target)) for inputs, target in microbatches)
 
 
 def content_digests(microbatches: Iterable[object]) -> tuple[str, ...]:
-    """A digest of all tensors of each microbatch, in whatever form a framework wants them: each once, in no order."""
+    """Digest all tensors in each microbatch, in any form: each once, unordered."""
     leaves = ([leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in microbatches)
     return tuple(digest(sorted({digest(leaf) for leaf in found})) for found in leaves)
 
 
-def numbers_in(expected: Sequence[str], seen: Sequence[str]) -> list[int] | None:
-    """The number that each microbatch has in ``expected``, by their digests; None where these are not the same ones."""
-    if sorted(expected) != sorted(seen):
+def numbers_in(expected: Sequence[str], observed: Sequence[str]) -> list[int] | None:
+    """Number each microbatch as in ``expected``, by digest; None unless both sets match."""
+    if sorted(expected) != sorted(observed):
         return None
     numbers: dict[str, list[int]] = {}
     for number, one in reversed(list(enumerate(expected))):
         numbers.setdefault(one, []).append(number)
-    return [numbers[one].pop() for one in seen]
+    return [numbers[one].pop() for one in observed]
 
 
 def _plain(inputs: object) -> object:
-    """One tensor and a tuple of it alone are the same inputs."""
+    """Unwrap a tuple with a single tensor: the same inputs."""
     return inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 1 else inputs
 
 
@@ -250,28 +250,28 @@ LAWS = (
     "gradient",  # every parameter's
     "grad-norm",  # over logical parameters
     "updated-parameters",  # after clip and optimizer step
-    "buffers",  # what forwards leave behind, such as running statistics
+    "buffers",  # state left by forwards, such as running statistics
 )
-_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
+_LOST = 1 / 64  # of an update: as much as a fault changes, unless the smallest was measured
 
 
 def against(expected: RecordedOperation, ledger: Ledger, *, number: int = 0) -> Comparison:
-    """A comparison with ``expected``, the operation ``number`` of a record."""
+    """Compare with ``expected``, operation ``number`` of a record."""
     return Comparison(expected, Recorded(expected), ledger, number=number)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What rounding may do to an operation, as recorded.
+    """Recorded rounding floors of an operation.
 
-    Where nobody measured it, little is rounding, much is wrong, and what is between is unknown.
+    Without measured floors a little is rounding, much is wrong, and anything between is unknown.
     """
 
     expected: RecordedOperation
 
     @cached_property
     def precision(self) -> Precision:
-        """How the operation's numbers are rounded."""
+        """The operation's precision."""
         floors, one = self.expected.floors, self.expected
         if floors is not None:
             return floors.norm.precision
@@ -279,20 +279,20 @@ class Recorded:
         return precision_among(tensor for tensor in found if tensor is not None)
 
     def loss(self, microbatch: int) -> Floor:
-        """Of a microbatch's loss."""
+        """A microbatch loss's floor."""
         floors = self.expected.floors
         return self.total() if floors is None else floors.losses[microbatch]
 
     def total(self) -> Floor:
-        """Of the whole operation's loss, which nobody measures."""
+        """Floor of the operation's total loss, never measured."""
         return Floor(0.0, 0.0, 4 * self.precision.most, self.precision)
 
     def norm(self) -> Floor:
-        """Of the gradient norm."""
+        """The gradient norm's floor."""
         return self.total() if self.expected.floors is None else self.expected.floors.norm
 
     def gradient(self, name: str) -> Floor:
-        """Of a gradient."""
+        """A gradient's floor."""
         if self.expected.floors is not None:
             return self.expected.floors.gradients[name]
         gradient = self.expected.gradients.get(name)
@@ -300,13 +300,13 @@ class Recorded:
         return Floor(0.0, 0.0, 4 * precision.most, precision)
 
     def update(self, name: str) -> Floor:
-        """Of a parameter's movement."""
+        """A parameter movement's floor."""
         floors, floor = self.expected.floors, replace(self.gradient(name), sums=None)
         return replace(floor, fault=2 * _LOST) if floors is None else floors.updates.get(name, floor)
 
 
 def upstream(names: Iterable[str], stages: dict[str, int]) -> list[str]:
-    """From the last stage to the first; from the last of the model's parameters, where stages are not known.
+    """Sort names from the last stage to the first; without stages, from the model's last parameter.
 
     As gradients flow: the first to differ is nearest to the fault.
     """

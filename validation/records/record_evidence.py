@@ -1,4 +1,4 @@
-"""What the explanation of a recorded step rests on: what was seen of the step, and what was expected."""
+"""Evidence for explaining a recorded step: observed and expected results."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +14,12 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.explain import explained as explained_evidence
-from pipeproof.explain.explain import sought
+from pipeproof.explain.explain import explain_safely
+from pipeproof.explain.explain import explain_verdict as explained_evidence
 from pipeproof.explain.members import Members
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
-from pipeproof.reference.accumulation import added_onto
+from pipeproof.reference.accumulation import add_onto
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Expected, Gradient, Site
 from pipeproof.reference.sums import Sums
@@ -28,26 +28,25 @@ from pipeproof.whitebox.rank import ModulePart
 from pipeproof.whitebox.stages_in_order import PlacedStage
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
-_UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
+_UNKNOWN = Batch((), torch.empty(0), 0)  # a record keeps no microbatches
 _UNPAIRED = "a record has only sums over all microbatches: SingleDevice, beside the job, tells them apart"
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step that was held against ``due``, the operation ``number`` of a record, with the places of its parameters.
+    """A step compared with ``record``, operation ``number``, with the places of its parameters.
 
-    ``seen`` are its gradients, as far as they were compared; ``begun`` what these were before it, or those of the step
-    before; ``norms`` each rank's, None from one that reports none. ``left_out`` wrong gradients are not among ``seen``.
-    ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
-    ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
-    ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
-    ``had``: by name the ranks and stages that began the step with something in ``.grad``; None where that is not known
-    of all. ``near``: those of ``seen`` that pass, and are not what is due. ``earlier``: weights that a step before
-    began with, ``with_weights``: what the reference gives with such.
+    ``observed``: its compared gradients; ``begun``: their initial content, or the previous step's gradients; ``norms``:
+    each rank's, None if not reported. ``left_out``: the number of wrong gradients missing from ``observed``.
+    ``copies``: each rank's gradient of shared parameters. ``max_norm``: the record's clipping norm, if known.
+    ``model``: attribution's view of the step beside a live reference, if any. ``shards``: places of ranks' parts;
+    ``replicas``: the work of each rank, if known. ``had``: by name, ranks and stages with initial ``.grad`` content;
+    None unless all are known. ``near``: passing gradients that are not the expected ones. ``earlier``: initial weights
+    of an earlier step; ``with_weights``: the reference's results with those.
     """
 
-    due: RecordedOperation
-    seen: Mapping[str, Gradient]
+    record: RecordedOperation
+    observed: Mapping[str, Gradient]
     begun: Mapping[str, Gradient]
     norms: Sequence[float | None]
     places: Mapping[str, Sequence[RankStage]]
@@ -64,8 +63,8 @@ class RecordedStep:
     with_weights: WithWeights | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
-        """All that is known of the step, on which ``verdict`` is."""
-        microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
+        """Evidence for ``verdict`` on this step."""
+        microbatches, alike = len(self.record.microbatches), len(set(self.record.microbatches)) == 1
         return Evidence(
             verdict,
             self.placement,
@@ -74,21 +73,21 @@ class RecordedStep:
             gradients=self.gradients,
             norms=self.norms,
             number=self.number,
-            operation=self.due.operation,
-            due=self,
+            operation=self.record.operation,
+            right=self,
             earlier_weights=self.earlier,
             with_weights=self.with_weights,
             members=self._members,
             left_out=self.left_out,
             alike=alike and self.model is None and microbatches > 1,
             clipped_to=self.max_norm,
-            strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
+            strange=any(m.what == "held" and m.expected == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The rank of every stage; a stage without parameters is where the one before it is."""
+        """Rank of every stage; a stage without parameters shares the previous one's."""
         ranks = {stage: rank for found in self.places.values() for rank, stage in found[:1]}
         found: list[int] = []
         for stage in range(1 + max(ranks, default=0)):
@@ -97,45 +96,45 @@ class RecordedStep:
 
     @property
     def _ranks(self) -> int:
-        """How many there are: of a record there is one norm, however many ranks it is of."""
+        """Number of ranks: a record has one norm for any number."""
         return max(len(self.norms), 1 + max((rank for found in self.places.values() for rank, _ in found), default=0))
 
     @property
     def _members(self) -> Members:
-        """The ranks of every stage with what they had of it."""
-        count, ranks = len(self.due.microbatches), self._ranks
+        """Ranks of every stage with their parts."""
+        count, ranks = len(self.record.microbatches), self._ranks
         replicas = self.replicas or Replicas((0,) * ranks, count)
         if replicas.count > 1 and not replicas.shares:
-            replicas = replace(replicas, shares=((),) * ranks)  # nobody says whose microbatches are whose
+            replicas = replace(replicas, shares=((),) * ranks)  # each replica's microbatches are unknown
         stages = [self._stage(stage) for stage in range(len(self.placement))]
         return Members(stages, replicas, self._contributions, self.norms)
 
     def _contributions(self) -> list[Contribution]:
-        """What the model gives for each microbatch; nothing without a model."""
+        """The model's contribution of each microbatch; nothing without a model."""
         found = list[Contribution]()
-        for microbatch, loss in enumerate(self.due.losses) if self.model is not None else ():
+        for microbatch, loss in enumerate(self.record.losses) if self.model is not None else ():
             own = [(s, self.update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
             given = {(stage, name): one for stage, gradients in own for name, one in gradients.items()}
             found.append(Contribution(loss, given))
         return found
 
     def _stage(self, stage: int) -> PlacedStage:
-        """A stage with its ranks, whose parts lie in what they gave together."""
-        names = [name for name in self.seen if any(at == stage for _, at in self.places.get(name, ()))]
+        """A stage with its ranks, whose parts lie in their joint gradients."""
+        names = [name for name in self.observed if any(at == stage for _, at in self.places.get(name, ()))]
         ranks = sorted({rank for name in names for rank, at in self.places[name] if at == stage})
-        whole = ModulePart(tuple(map(Local, names)), tuple(self.seen[name] for name in names))
+        whole = ModulePart(tuple(map(Local, names)), tuple(self.observed[name] for name in names))
         members = tuple((rank, self._part(whole, rank, stage)) for rank in ranks)
         rank = ranks[0] if ranks else self.placement[stage]
         return PlacedStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
 
     def _part(self, whole: ModulePart, rank: int, stage: int) -> ModulePart:
-        """What ``rank`` has of the ``whole`` of a stage."""
+        """Cut the part of ``rank`` from the ``whole`` of a stage."""
         names = [one.name for one in whole.locals]
         lying = {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}
         shards = {k: shard for k, shard in lying.items() if shard is not None}
         gradients, had = list[Gradient](), self.had or {}
         for k, name in enumerate(names):
-            own = self.seen[name] if k in shards else self.copies.get(name, {}).get(rank, self.seen[name])
+            own = self.observed[name] if k in shards else self.copies.get(name, {}).get(rank, self.observed[name])
             gradients.append(own if own is None or k not in shards else shards[k].of(own))
         lacks = frozenset(k for k, name in enumerate(names) if (rank, stage) not in self.places[name])
         begun = {k: self.begun.get(name) for k, name in enumerate(names) if (rank, stage) in had.get(name, ())}
@@ -143,42 +142,44 @@ class RecordedStep:
         return replace(whole, gradients=tuple(gradients), shards=shards, lacks=lacks, begun=there)
 
     def site(self, name: str) -> Site:
-        """Where a parameter is: in the only stage, if nobody says."""
+        """Return a parameter's site: in the only stage, if unknown."""
         found = self.places.get(name)
         return (found[0][1] if found else 0), name
 
     @cached_property
     def gradients(self) -> Mapping[Site, Gradient]:
-        """Those that were seen."""
-        return {self.site(name): gradient for name, gradient in self.seen.items()}
+        """Observed gradients by site."""
+        return {self.site(name): gradient for name, gradient in self.observed.items()}
 
     @cached_property
     def expected(self) -> Expected:
-        """What the step must give, of what was compared."""
-        due = self.due
-        gradients = {self.site(name): due.gradients[name] for name in self.seen}
-        return Expected(due.operation, due.losses, due.loss or 0.0, gradients=gradients, norm=due.norm)
+        """Expected results, limited to compared ones."""
+        expected = self.record
+        gradients = {self.site(name): expected.gradients[name] for name in self.observed}
+        return Expected(
+            expected.operation, expected.losses, expected.loss or 0.0, gradients=gradients, norm=expected.norm
+        )
 
     @cached_property
     def update(self) -> Update:
-        """The step as attribution sees it."""
+        """The step for attribution."""
         return self.of_record if self.model is None else self.model(self)
 
     @property
     def of_record(self) -> Update:
-        """The same, where there is nothing but the record."""
-        due, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
-        before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
-        now = Sums([due], before, [_UNKNOWN] * len(self.due.microbatches), unpaired=_UNPAIRED)
+        """The step for attribution, from the record alone."""
+        expected, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
+        before = {site: self.record.before[site[1]] for site in expected if site[1] in self.record.before}
+        now = Sums([expected], before, [_UNKNOWN] * len(self.record.microbatches), unpaired=_UNPAIRED)
         passing = frozenset(map(self.site, self.near))
-        return Update(self.gradients, due, now, old=begun, placement=self.placement, passing=passing)
+        return Update(self.gradients, expected, now, old=begun, placement=self.placement, passing=passing)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        return self.due.before
+        return self.record.before
 
 
-def checked(
+def check_step_evidence(
     record: Record,
     number: int,
     places: Mapping[str, Sequence[RankStage]],
@@ -188,11 +189,11 @@ def checked(
     fetch: Callable[[str], Tensor],
     model: Callable[[RecordedStep], Update] | None,
 ) -> RecordedStep:
-    """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
+    """Build a checked step for operation ``number`` of ``record`` from each rank's ``notes``.
 
-    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
+    ``fetch`` gets published tensors; ``places``, ``norms`` and ``model`` as in ``RecordedStep``.
     """
-    due, begun = record.operations[number], dict(record.before(number))
+    expected, begun = record.operations[number], dict(record.before(number))
     wrong: dict[str, dict[int, Gradient]] = {}
     near: dict[str, dict[int, Gradient]] = {}
     for rank, one in enumerate(notes):
@@ -202,8 +203,8 @@ def checked(
     for name in {name for one in notes for name in one.begun}:
         holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
         had = [notes[rank].begun.get(name) for rank in holders]
-        begun[name] = added_onto([None if address is None else fetch(address) for address in had])
-    right = {name: due.gradients[name] for one in notes for name in one.right}
+        begun[name] = add_onto([None if address is None else fetch(address) for address in had])
+    right = {name: expected.gradients[name] for one in notes for name in one.right}
     first = {name: next(iter(by_rank.values())) for name, by_rank in [*near.items(), *wrong.items()]}
     held = {name: near.get(name, {}) | wrong.get(name, {}) for name in places}
     copies = {
@@ -213,11 +214,11 @@ def checked(
     }
     blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
     return RecordedStep(
-        due,
+        expected,
         right | first,
         begun,
         norms,
-        dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that who is wrong is named
+        dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that wrong ranks are named
         number=number,
         left_out=sum(len(one.left_out) for one in notes),
         copies=copies,
@@ -229,13 +230,13 @@ def checked(
 
 
 def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> dict[str, list[RankStage]] | None:
-    """By name who began with something in ``.grad``; None where that is not known of all."""
+    """By name, places with initial ``.grad`` content; None unless all are known."""
     if any(one.untold for one in notes):
         return None
     return {name: [(rank, stage) for rank, stage in at if name in notes[rank].begun] for name, at in places.items()}
 
 
-def explained(
+def explain_step(
     verdict: Verdict,
     kept: Kept,
     exchange: Exchange,
@@ -245,10 +246,10 @@ def explained(
     products: OtherProducts | None,
     bound_s: float,
 ) -> Verdict:
-    """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
+    """Add rank 0's causes to ``verdict``, equal on every rank; ``look`` collects its evidence.
 
-    ``moved`` and ``products`` are those of ``doubt_rounding``, which rank 0 asks before it explains anything. Every
-    rank calls this, and waits for rank 0 no longer than the bound in seconds.
+    Rank 0 asks ``moved`` and ``products``, as in ``doubt_rounding``, before it explains anything. Every rank calls
+    this, and waits for rank 0 at most ``bound_s`` seconds.
     """
     try:
         for address, tensor in kept.tensors.items():
@@ -258,7 +259,7 @@ def explained(
             judged = doubt_rounding(verdict, moved, lambda _: products)
             mine = hold_to_old_weights(judged, lambda: look(judged))
         verdict = exchange.gather(mine, what="how far rounding goes", bound_s=bound_s)[0]
-        mine = sought(verdict, lambda: explained_evidence(look(verdict))) if exchange.rank == 0 else None
+        mine = explain_safely(verdict, lambda: explained_evidence(look(verdict))) if exchange.rank == 0 else None
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
         return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))

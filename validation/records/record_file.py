@@ -1,7 +1,7 @@
-"""Records on disk: one safetensors file, with everything that is no tensor as JSON in its metadata; nothing is pickled.
+"""Records on disk: one safetensors file, with JSON in its metadata for everything else; nothing is pickled.
 
-A tensor is stored once, under the digest of its content, however often it is named. So what is read is checked as it is
-read, one tensor at a time, and a rank that needs its own stage reads no other. The JSON has a digest of its own.
+A tensor is stored once, under its content's digest, for any number of names. Reading checks one tensor at a time, and a
+rank reads only its own stage. The JSON has its own digest.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ Fetch = Callable[[str], Tensor]
 
 
 class Addressed(Mapping[str, Tensor | None]):
-    """Tensors by name that are fetched, by the digest of their content, when one is asked for; the last is kept."""
+    """Tensors by name, fetched by content digest on demand; the last stays in memory."""
 
     def __init__(self, digests: Mapping[str, str | None], fetch: Fetch) -> None:
         self.digests = dict(digests)
@@ -65,23 +65,23 @@ class Addressed(Mapping[str, Tensor | None]):
 
 
 def write(record: Record, file: OutputFile) -> None:
-    """Put ``record`` into ``file``, whole or not at all."""
+    """Write ``record`` to ``file``, whole or not at all."""
     from safetensors import SafetensorError  # here: a check beside the model needs no file
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    text = described(record, tensors)
+    text = describe(record, tensors)
     metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
     try:
-        file.write(_in_order(save({key: _stored(tensor) for key, tensor in tensors.items()}, metadata)))
+        file.write(_in_order(save({key: _store(tensor) for key, tensor in tensors.items()}, metadata)))
     except (SafetensorError, KeyError) as error:
         raise RecordError(f"a tensor cannot be recorded: {error}") from error
 
 
 def _in_order(content: bytes) -> bytes:
-    """A safetensors file with its metadata sorted, so that one record is one file: as they come, their order is random.
+    """Sort a safetensors file's metadata: equal records, equal bytes; safetensors orders them at random.
 
-    A header that would not fit in its place stays as it is.
+    A header too long for its place stays unsorted.
     """
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
@@ -91,9 +91,9 @@ def _in_order(content: bytes) -> bytes:
 
 
 def read(path: str | Path) -> Record:
-    """The record in the file at ``path``. Raises ``RecordError`` unless it is one, whole and as it was written.
+    """Read the record at ``path``. Raises ``RecordError`` unless it is a whole and unaltered record.
 
-    Tensors are read, and checked, when they are asked for.
+    Tensors are read and checked on demand.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -101,11 +101,11 @@ def read(path: str | Path) -> Record:
         raise RecordError("cannot read a file whose name is empty; give it one")
     metadata = _metadata(Path(path))
     if _sha256(metadata["record"]) != metadata["sha256"]:
-        raise _altered(path, "its description")
+        raise _altered_error(path, "its description")
     try:
         stored: Any = safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _altered(path, f"its header ({error})") from error
+        raise _altered_error(path, f"its header ({error})") from error
     known, forms = set(stored.keys()), json.loads(metadata["record"]).get("forms", {})
 
     def fetch(address: str) -> Tensor:
@@ -114,11 +114,11 @@ def read(path: str | Path) -> Record:
             name, shape = forms[address]
             tensor = tensor.view(getattr(torch, name)).reshape(shape)
         if tensor is None or digest(tensor) != address:
-            raise _altered(path, f"tensor {address[:12]}")
+            raise _altered_error(path, f"tensor {address[:12]}")
         return tensor
 
     try:
-        return restored(metadata["record"], fetch)
+        return restore(metadata["record"], fetch)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise RecordError(
@@ -127,8 +127,8 @@ def read(path: str | Path) -> Record:
         ) from error
 
 
-def described(record: Record, tensors: dict[str, Tensor]) -> str:
-    """``record`` as JSON in which tensors stand as digests; adds the tensors to ``tensors`` under these."""
+def describe(record: Record, tensors: dict[str, Tensor]) -> str:
+    """Serialise ``record`` as JSON with digests for tensors; add the tensors to ``tensors`` under their digests."""
 
     def addresses(named: Gradients) -> dict[str, str | None]:
         found: dict[str, str | None] = {}
@@ -157,8 +157,8 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
 _TENSORS = ("before", "gradients", "parameters", "buffers")
 
 
-def restored(text: str, fetch: Fetch) -> Record:
-    """The record that ``described`` made ``text`` of; ``fetch`` gives the tensor that belongs to a digest."""
+def restore(text: str, fetch: Fetch) -> Record:
+    """Restore a record from the ``text`` of ``describe``; ``fetch`` returns a digest's tensor."""
     data = json.loads(text)
     if not isinstance(data["config"], dict):
         raise ValueError("its config is no mapping")
@@ -192,7 +192,7 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
 
 
 def _check_whole(data: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an operation that has not all that belongs together."""
+    """Raise ``ValueError`` for an incomplete operation."""
     for what in ("before", "parameters", "buffers"):
         if lost := next((name for name, address in data[what].items() if address is None), None):
             raise ValueError(f"{what} has no tensor for {lost}")
@@ -218,11 +218,11 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     gradients, updates = (  # of updates older ones have none
         {name: floor(one) for name, one in data.get(what, {}).items()} for what in ("gradients", "updates")
     )
-    moved = _moved(data["moved"]) if data.get("moved") else None  # which older ones have not
+    moved = _read_nudged(data["moved"]) if data.get("moved") else None  # which older ones have not
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved, updates)
 
 
-def _moved(data: Mapping[str, Any]) -> Nudged:
+def _read_nudged(data: Mapping[str, Any]) -> Nudged:
     of = {what: {name: float(far) for name, far in data[what].items()} for what in ("gradients", "leads", "updates")}
     return Nudged(**of, norm=float(data["norm"]), loss=float(data.get("loss", 0.0)), least=float(data["least"]))
 
@@ -233,7 +233,7 @@ def _is_config(path: Path) -> bool:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """The metadata of a record's file, after a look at whether it is one, whole, and of a version that we know."""
+    """Read a record file's metadata, after checks: a record, whole, and a known version."""
     try:
         with open_regular(path) as file:
             length, size = int.from_bytes(file.read(_LENGTH), "little"), path.stat().st_size
@@ -259,22 +259,24 @@ def _metadata(path: Path) -> dict[str, str]:
             f"use the pipeproof that wrote it, or {_CURE}"
         )
     if not {"record", "sha256"} <= found.keys():
-        raise _altered(path, "its description")
+        raise _altered_error(path, "its description")
     try:
-        due = _LENGTH + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+        expected = _LENGTH + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise _altered(path, "its header") from error
-    if size != due:
-        raise RecordError(f"{path} is {'cut short' if size < due else 'too long'}: {size} bytes of {due}; {_CURE}")
+        raise _altered_error(path, "its header") from error
+    if size != expected:
+        raise RecordError(
+            f"{path} is {'cut short' if size < expected else 'too long'}: {size} bytes of {expected}; {_CURE}"
+        )
     return found
 
 
-def _altered(path: str | Path, what: str) -> RecordError:
+def _altered_error(path: str | Path, what: str) -> RecordError:
     return RecordError(f"{path} was altered since it was written: {what} is not what its checksum says; {_CURE}")
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    """What of ``tensor`` is put into the file: its bytes, where safetensors may not know its type."""
+def _store(tensor: Tensor) -> Tensor:
+    """Convert ``tensor`` for the file: to bytes, if safetensors may not know its type."""
     plain = tensor.detach().cpu().contiguous()
     return plain if tensor.dtype in _PLAIN else bits(plain).view(torch.uint8)
 

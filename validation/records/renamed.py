@@ -1,6 +1,6 @@
-"""Two frameworks call one parameter by two names: a record, with the names that another has of the same weights.
+"""Two frameworks give one parameter two names: rename a record's parameters by equal weights.
 
-They number microbatches in their own order, too: a record, with the numbers that another has of the same contents.
+They number microbatches differently, too: renumber a record's microbatches by equal contents.
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from pipeproof.records.record_file import Addressed
 Value = TypeVar("Value")
 
 
-def as_named_in(expected: Record, seen: Record) -> tuple[Record, str]:
-    """``seen`` by the names that ``expected`` has, and a sentence where that was told by weights.
+def as_named_in(expected: Record, observed: Record) -> tuple[Record, str]:
+    """Rename ``observed`` to the names of ``expected``, and add a sentence if weights decided.
 
-    Names are looked for where a framework ran one of the steps; other records have those of one model. Raises
-    ``OtherSteps`` where weights do not tell which parameter is which.
+    Only frameworks' records need this; others share one model's names. Raises ``OtherSteps`` if weights do not identify
+    parameters.
     """
-    wanted, held = expected.operations[0].before, seen.operations[0].before
-    if not (expected.framework or seen.framework) or not wanted or not held or wanted.keys() == held.keys():
-        return seen, ""
+    wanted, held = expected.operations[0].before, observed.operations[0].before
+    if not (expected.framework or observed.framework) or not wanted or not held or wanted.keys() == held.keys():
+        return observed, ""
     known, theirs = _contents(wanted), _contents(held)
     new = [name for name, content in theirs.items() if content not in known.values()]
     if new:
@@ -39,29 +39,31 @@ def as_named_in(expected: Record, seen: Record) -> tuple[Record, str]:
     many = Counter(known.values()) + Counter(theirs.values())
     alike = [name for name, content in theirs.items() if name not in own and many[content] != 2]
     if alike or len(known) != len(theirs):
-        told = alike[0] if alike else next(name for name in theirs if name not in names)
+        unknown = alike[0] if alike else next(name for name in theirs if name not in names)
         cure = "; record a later step, where no two weights are alike"
-        raise OtherSteps(f"parameters of other names: weights do not tell which one {told} of the second is", cure)
-    return _renamed(seen, names), f"{some(len(names) - len(own), 'parameter')} of other names, matched by their weights"
+        raise OtherSteps(f"parameters of other names: weights do not tell which one {unknown} of the second is", cure)
+    return _rename(
+        observed, names
+    ), f"{some(len(names) - len(own), 'parameter')} of other names, matched by their weights"
 
 
-def as_numbered_in(expected: Record, seen: Record) -> Record:
-    """``seen`` with its microbatches numbered as in ``expected``, where a framework ran one and contents are the same.
+def as_numbered_in(expected: Record, observed: Record) -> Record:
+    """Renumber microbatches of ``observed`` as in ``expected``, for a framework's record with equal contents.
 
-    Replicas have theirs in an order of their own.
+    Replicas have their own order.
     """
-    if not (expected.framework or seen.framework) or len(expected.operations) != len(seen.operations):
-        return seen
-    both = zip(expected.operations, seen.operations, strict=True)
-    return replace(seen, operations=tuple(_numbered(wanted, one) for wanted, one in both))
+    if not (expected.framework or observed.framework) or len(expected.operations) != len(observed.operations):
+        return observed
+    both = zip(expected.operations, observed.operations, strict=True)
+    return replace(observed, operations=tuple(_renumber(wanted, one) for wanted, one in both))
 
 
 def contents_of(operation: RecordedOperation) -> tuple[str, ...]:
-    """What is known of its microbatches in whatever form; a framework's older records have no other digests."""
+    """Content digests by microbatch; older framework records lack them."""
     return operation.contents or operation.microbatches
 
 
-def _numbered(wanted: RecordedOperation, one: RecordedOperation) -> RecordedOperation:
+def _renumber(wanted: RecordedOperation, one: RecordedOperation) -> RecordedOperation:
     numbers = numbers_in(contents_of(wanted), contents_of(one))
     if numbers is None or numbers == sorted(numbers):
         return one
@@ -81,7 +83,7 @@ def _contents(weights: Mapping[str, Tensor]) -> dict[str, bytes | None]:
     return {name: digest(weights[name]).encode() for name in weights}
 
 
-def _renamed(record: Record, names: Mapping[str, str]) -> Record:
+def _rename(record: Record, names: Mapping[str, str]) -> Record:
     def by(found: Mapping[str, Value]) -> dict[str, Value]:
         return {names.get(name, name): found[name] for name in found}
 

@@ -1,27 +1,27 @@
-"""A record, judged by what its own config asks for: that is computed once more, on one device."""
+"""A record, judged by its config: recomputed on one device."""
 
 from dataclasses import dataclass, replace
 
 from pipeproof.core.measured import versions
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.own.case import Case
-from pipeproof.records.case_record import expected_record, own_case
+from pipeproof.records.case_record import own_case, record_expected
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError
 from pipeproof.worlds.accelerator import absence
 
-_DECIDING = ("torch", "pipeproof")  # versions without which another answer may be due
+_DECIDING = ("torch", "pipeproof")  # versions without which another answer may be expected
 _EXPECTED = "expected.safetensors"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of two records, judged by what its own config asks for.
+    """A record in a comparison, judged by its config.
 
-    due: that, None where it is not computed; then ``lacks`` says why. line: the case of it.
+    expected: the config's results, None if not computed; then ``lacks`` says why. line: its case.
     """
 
-    due: Record | None = None
+    expected: Record | None = None
     verdict: Verdict | None = None
     lacks: str = ""
     line: str = ""
@@ -29,44 +29,44 @@ class Side:
     @property
     def outcome(self) -> str:
         """``pass``, ``fail``, ``unknown``, or ``not computed``."""
-        return "not computed" if self.verdict is None else self.verdict.verdict
+        return "not computed" if self.verdict is None else self.verdict.outcome
 
     def __str__(self) -> str:
-        """What was found of it, in a few words."""
+        """Summarise the outcome in a few words."""
         if self.verdict is None:
             return f"not judged: {self.lacks}"
-        if self.verdict.verdict == "pass":
+        if self.verdict.outcome == "pass":
             compared = sum(law.checked for law in self.verdict.laws)
             return f"right by its own config: {compared} comparisons, {self.verdict.tier}"
-        if self.verdict.verdict == "unknown":
+        if self.verdict.outcome == "unknown":
             return f"not decided by its own config: {self.verdict.reason}"
-        told, (first, *_) = self.verdict.reason, self.verdict.mismatches
-        return f"wrong by its own config: {told}" + (
-            "" if self.verdict.cause else f"; first {first.law}, {first.where}"
+        reason, (first, *_) = self.verdict.reason, self.verdict.mismatches
+        return f"wrong by its own config: {reason}" + (
+            "" if self.verdict.causes else f"; first {first.law}, {first.where}"
         )
 
     def next(self, file: str) -> list[str]:
-        """What to type to have all that is known of it."""
+        """Commands that show all details."""
         if self.outcome not in ("fail", "unknown"):
             return []
         return [f"pipeproof record {self.line} --out {_EXPECTED}", f"pipeproof compare {_EXPECTED} {file}"]
 
 
 def side_of(record: Record) -> Side:
-    """``record``, judged by what its own config asks for, without the fault that it may say was planted."""
+    """Judge ``record`` by its config, without any planted fault."""
     try:
-        case = replace(_computed(record), specimen="")
+        case = replace(_case_of(record), specimen="")
     except RecordError as error:
         return Side(lacks=str(error))
     try:
-        due = expected_record(case)
-        return Side(due, compare(due, record), line=str(case))
-    except Exception as error:  # no one type: memory may not suffice, and who knows what wrote it
+        expected = record_expected(case)
+        return Side(expected, compare(expected, record), line=str(case))
+    except Exception as error:  # no one type: memory may not suffice, and any program may have written it
         return Side(lacks=f"it could not be: {Crash.of(error).said}", line=str(case))
 
 
-def _computed(record: Record) -> Case:
-    """The case of ``record``, where what it asks for can be computed here. Raises ``RecordError`` elsewhere."""
+def _case_of(record: Record) -> Case:
+    """Return the record's case, if this machine can compute it. Raises ``RecordError`` otherwise."""
     case = own_case(record)
     for name in _DECIDING:
         said, here = record.config.get(name), versions()[name]

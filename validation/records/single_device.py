@@ -1,4 +1,4 @@
-"""The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
+"""The single-device model beside a running job: rank 0 builds it, with all ranks' weights, and publishes a step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from pipeproof.core.contract import DEFAULTS, Contract, ContractError
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.nudged import Nudged
-from pipeproof.core.observe.shards import Shard, gathered, untiled
+from pipeproof.core.observe.shards import Shard, find_untiled, join_shards
 from pipeproof.core.old_weights import Given
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
-from pipeproof.records.record_file import described, restored
-from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, moved, recipe_of, recorded
+from pipeproof.records.record_file import describe, restore
+from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, make_record, measure_nudged, recipe_of
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.data import Batch
-from pipeproof.reference.snapshot import Snapshot, unchanged
+from pipeproof.reference.snapshot import Snapshot, keep_unchanged
 from pipeproof.reference.step import Loss, Recipe
-from pipeproof.whitebox.reference_run import computed_in
+from pipeproof.whitebox.reference_run import narrowest_type
 from pipeproof.whitebox.task import (
     LossOfAll,
     WhiteBoxError,
@@ -32,7 +32,7 @@ from pipeproof.whitebox.task import (
     check_module,
     form,
     name_of,
-    repeated,
+    repeated_parameters,
 )
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.settings import drawing_apart
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from pipeproof.explain.atoms import Update
     from pipeproof.records.record_evidence import RecordedStep
 
-_NO_ROOM = "; SingleDevice(..., device='cpu') runs it on the host, and check_step(against=Composed(...)) needs none"
+_NO_ROOM = "; SingleDevice(..., device='cpu') runs it on the host, and check_step(against=StageByStage(...)) needs none"
 
 Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the rank that gives it
 
 
 def lying_at(arrivals: Sequence[Arrival]) -> Held:
-    """Of each parameter, the first rank that has it, or the first that has each of its parts."""
+    """Map each parameter, or each part, to the first rank with it."""
     found: dict[str, dict[Shard | None, int]] = {}
     for rank, arrival in enumerate(arrivals):
         for name in arrival.held:
@@ -62,14 +62,13 @@ def _weight(name: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class SingleDevice:
-    """How the reference is made: ``build()`` gives the whole model; its weights are then the job's.
+    """How to build the reference: ``build()`` returns the whole model; its weights then come from the job.
 
-    ``loss_fn`` and ``floors`` are those of ``record_step``. contract: what the job claims; ``loss_divisor``,
-    ``loss_scale`` and ``accumulation`` are read, but for the shares of its replicas. Of what depends on the data,
-    ``loss_fn`` is a ``LossOfAll``, and the contract a function of the model and all microbatches. device: where the
-    reference computes, as ``torch.device`` has it. None: where ``build`` puts the model, and where that is the host, on
-    the device of rank 0's own weights: other devices round otherwise, and autocast is for one type of them. During the
-    step itself it lies on the host.
+    ``loss_fn`` and ``floors``: as in ``record_step``. contract: the job's claims; ``loss_divisor``, ``loss_scale`` and
+    ``accumulation`` are read, but for the shares of its replicas. If they depend on the data, ``loss_fn`` is a
+    ``LossOfAll``, and the contract a function of the model and all microbatches. device: the reference's device, as
+    ``torch.device`` has it. None: ``build``'s own, or, if that is the host, the device of rank 0's own weights: other
+    devices round differently, and autocast is for one type of them. During the step itself the model lies on the host.
     """
 
     build: Callable[[], nn.Module]
@@ -84,7 +83,7 @@ class SingleDevice:
             object.__setattr__(self, "contract", Contract(loss_divisor=given))
 
     def check(self) -> None:
-        """Raise ``WhiteBoxError`` for what no reference can be made of."""
+        """Raise ``WhiteBoxError`` for input that cannot make a reference."""
         check_builds("build", self.build)
         if not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
@@ -96,7 +95,7 @@ class SingleDevice:
             raise WhiteBoxError(f"device is {self.device!r}: expected one of torch's, such as cpu or cuda:0") from None
 
     def for_framework(self, accumulation: Accumulation | None) -> "SingleDevice":
-        """The same, of a job that adds gradients up like this, where the contract does not say how."""
+        """Set the job's ``accumulation``, unless declared in the contract."""
         if accumulation is None:
             return self
         given = self.contract
@@ -107,19 +106,18 @@ class SingleDevice:
 
         return replace(self, contract=contract)
 
-    def placed(self, model: nn.Module, beside: torch.device) -> nn.Module:
-        """``model`` where it is to compute, the job's own weights being ``beside``."""
+    def place(self, model: nn.Module, beside: torch.device) -> nn.Module:
+        """Move ``model`` to its device; ``beside``: the device of the job's weights."""
         own = {parameter.device.type for parameter in model.parameters()}
         place = torch.device(self.device) if self.device is not None else beside if own == {CPU} else None
         return model if place is None else model.to(place)
 
 
 class ReferenceBeside:
-    """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
+    """Rank 0's results from ``source`` for one step; ``timeout_s`` bounds each wait.
 
-    renamable: whether names may be cured by rename=.
-
-    ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
+    renamable: rename= may cure names. ``model``: on rank 0 the reference, with the step's initial weights;
+    ``microbatches``: its input.
     """
 
     def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
@@ -132,16 +130,16 @@ class ReferenceBeside:
         self._timeout_s = timeout_s
         self._laid_out: dict[str, Tensor] = {}
         self._loss_fn: LossFn | None = None
-        self._start: Snapshot | None = None  # what the reference ran with, as the step began
+        self._start: Snapshot | None = None  # the reference's initial state
         self._losses: tuple[float, ...] = ()
         self._shares: tuple[tuple[int, ...], ...] = ()
         self._stages: dict[str, set[int]] = {}
         self._beside = self._place = torch.device(CPU)  # where this rank's own weights are, and the reference computes
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """While this is open, the reference runs; then the job is as it was."""
-        with drawing_apart(), unchanged(*self._roots):
+    def set_apart(self) -> Iterator[None]:
+        """Isolate the reference's run; afterwards the job is unchanged."""
+        with drawing_apart(), keep_unchanged(*self._roots):
             yield
 
     def record(
@@ -153,10 +151,10 @@ class ReferenceBeside:
         shares: tuple[tuple[int, ...], ...] = (),
         beside: object = None,
     ) -> tuple[Record | None, dict[int, str]]:
-        """What a correct step gives, or why there is nothing to say.
+        """Record a correct step, or return problems by rank.
 
-        ``parameters`` are this rank's, by name; ``shares`` the microbatches of each replica, where that is known.
-        ``beside``: the job's modules; nothing that these and the loss lead to changes.
+        ``parameters``: this rank's, by name; ``shares``: each replica's microbatches, if known. ``beside``: the job's
+        modules; no object reachable from these and the loss changes.
         """
         self._roots += [beside, microbatches]
         held, own = lying_at(arrivals), self._exchange.rank
@@ -166,12 +164,12 @@ class ReferenceBeside:
             self._exchange.give(_weight(name, own), parameters[name])
         self._shares = shares
         self._stages = {name: {stage for _, stage in places} for name, places in places_of(arrivals).items()}
-        found = self._of_first(lambda: self._made(parameters, held, microbatches), "the reference of the checked step")
+        found = self._of_first(lambda: self._make(parameters, held, microbatches), "the reference of the checked step")
         self._exchange.clear(_weight(name, own) for name in given)
         return found
 
-    def measured(self, record: Record) -> tuple[Record | None, dict[int, str]]:
-        """``record`` with floors, or why there are none: the reference runs again from the state that it began with."""
+    def measure(self, record: Record) -> tuple[Record | None, dict[int, str]]:
+        """Add floors to ``record``, or return problems: the reference runs again from its initial state."""
         found, problems = self._of_first(self._with_floors, "what rounding does to the checked step")
         if found is None:
             return None, problems
@@ -179,63 +177,65 @@ class ReferenceBeside:
         return replace(record, config=found.config, operations=(operation,)), {}
 
     def fetch(self, name: str) -> Tensor:
-        """What any rank laid out under ``name``."""
+        """Fetch a tensor published by any rank under ``name``."""
         return self._exchange.take(name, bound_s=self._timeout_s)
 
     def clear(self) -> None:
-        """Take back what was laid out, and let go what was kept to run again."""
+        """Withdraw published tensors, and release state for a rerun."""
         self._exchange.clear(self._laid_out)
         self._start = None
 
     def update(self, step: "RecordedStep") -> "Update":
-        """The step as attribution sees it, on rank 0. The model is made to run each microbatch once more.
+        """Build attribution's view of the step, on rank 0. The model runs each microbatch once more.
 
-        Raises ``RecordError`` for microbatches that only their loop can tell how to use.
+        Raises ``RecordError`` for microbatches that only their loop knows how to use.
         """
         from pipeproof.reference.traced import Traced  # it is for explaining, as all that knows updates
 
         model = self._there
         held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
+        now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.record.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
         return replace(step.of_record, now=now, tied=copies_apart(model, owner), computed_in=lambda: self._computed_in)
 
     def weights(self) -> dict[str, Tensor]:
-        """Those that the step began with, on the host of rank 0; empty on all others."""
+        """Return the step's initial weights, on the host of rank 0; empty on all others."""
         named = {} if self.model is None else dict(self.model.named_parameters(remove_duplicate=False))
         return {name: one.detach().to(CPU) for name, one in named.items()}
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given:
-        """What the step gives with these weights in place of its own, on rank 0."""
-        model = copied(self._there)
+        """Compute the step with replaced weights, on rank 0."""
+        model = deep_copy(self._there)
         with torch.no_grad():
             for name, weight in weights.items():
                 model.get_parameter(name).copy_(weight)
-        with drawing_apart(), unchanged(*self._roots):
-            (due,) = recorded(model, self.microbatches, self._recipe, floors=False, stages=self._stages).operations
-        return Given(due.losses, due.loss or 0.0, due.gradients)
+        with drawing_apart(), keep_unchanged(*self._roots):
+            (expected,) = make_record(
+                model, self.microbatches, self._recipe, floors=False, stages=self._stages
+            ).operations
+        return Given(expected.losses, expected.loss or 0.0, expected.gradients)
 
-    def moved(self, number: int) -> Nudged | None:
-        """How far weights that are one rounding off move the step, which is one; on rank 0."""
-        return moved(self._there, self.microbatches, self._recipe, stages=self._stages)
+    def nudged(self, number: int) -> Nudged | None:
+        """Measure the effect of weights one rounding off, on rank 0."""
+        return measure_nudged(self._there, self.microbatches, self._recipe, stages=self._stages)
 
     @property
     def _computed_in(self) -> torch.dtype | None:
-        return computed_in(copied(self._there), [self._batch(0)], self._loss)
+        return narrowest_type(deep_copy(self._there), [self._batch(0)], self._loss)
 
-    def repeated(self) -> frozenset[str]:
-        """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
+    def repeated_parameters(self) -> frozenset[str]:
+        """Return parameters that the model uses in several places, on rank 0: possible copies in several stages."""
         model = self._there
-        with self.apart():
-            found = repeated(copied(model), self._batch(0), self.loss_fn)
+        with self.set_apart():
+            found = repeated_parameters(deep_copy(model), self._batch(0), self.loss_fn)
         model.to(CPU)  # this is before the step
         return found
 
     @property
     def _there(self) -> nn.Module:
-        """The model, on the device where it computes."""
+        """The model, on its device."""
         assert self.model is not None, "a step was compared with what this model gave"
         return self.model.to(self._place)
 
@@ -254,19 +254,19 @@ class ReferenceBeside:
         return recipe_of(self._contract, self._loss, self._shares)
 
     def _of_first(self, make: Callable[[], Record], what: str) -> tuple[Record | None, dict[int, str]]:
-        """What rank 0 can ``make`` there, on every rank, or why it cannot."""
-        outcome = self._described(make) if self._exchange.rank == 0 else ("", "")
+        """Run ``make`` on rank 0, and share its record, or its problem, with every rank."""
+        outcome = self._describe(make) if self._exchange.rank == 0 else ("", "")
         text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
-        return (None, {0: problem}) if problem else (restored(text, self.fetch), {})
+        return (None, {0: problem}) if problem else (restore(text, self.fetch), {})
 
-    def _described(self, make: Callable[[], Record]) -> tuple[str, str]:
+    def _describe(self, make: Callable[[], Record]) -> tuple[str, str]:
         laid_out: dict[str, Tensor] = {}
         try:
             self.source.check()
-            with self.apart():
+            with self.set_apart():
                 record = make()
                 self._there.to(CPU)  # the step needs the device's memory
-            text = described(record, laid_out)
+            text = describe(record, laid_out)
         except (RecordError, WhiteBoxError, ContractError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
@@ -277,8 +277,8 @@ class ReferenceBeside:
             self._exchange.give(address, self._laid_out[address])
         return text, ""
 
-    def _made(self, own: Mapping[str, Tensor], held: Held, microbatches: Pairs | None) -> Record:
-        """What a correct step gives, without floors; ``own`` are this rank's parameters."""
+    def _make(self, own: Mapping[str, Tensor], held: Held, microbatches: Pairs | None) -> Record:
+        """Record a correct step without floors; ``own``: this rank's parameters."""
         if microbatches is None:
             raise RecordError("the reference runs here, and there are no microbatches: pass them on rank 0")
         self.model, self.microbatches = self._with_weights(own, held), microbatches
@@ -288,28 +288,28 @@ class ReferenceBeside:
         self._contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
         if self.source.floors:
             self._start = Snapshot([self._loss_fn, microbatches], lean=[self.model], host=True)
-        record = self._recorded(floors=False)
+        record = self._record(floors=False)
         self._losses = record.operations[0].losses
         return record
 
     def _with_floors(self) -> Record:
         assert self._start is not None, "floors are asked for where they were promised"
         self._start.put_back()
-        record = self._recorded(floors=True)
+        record = self._record(floors=True)
         (operation,) = record.operations
         check_repeated(self._losses, operation.losses)
         return replace(record, operations=(replace(operation, gradients={}),))
 
-    def _recorded(self, *, floors: bool) -> Record:
-        record = recorded(self._there, self.microbatches, self._recipe, floors=floors, stages=self._stages)
+    def _record(self, *, floors: bool) -> Record:
+        record = make_record(self._there, self.microbatches, self._recipe, floors=floors, stages=self._stages)
         return replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
 
     def _with_weights(self, own: Mapping[str, Tensor], held: Held) -> nn.Module:
-        """The reference with the weights of ``held``, which ranks have; these must be the model's parameters."""
+        """Build the reference with the ranks' weights in ``held``; names must match its parameters."""
         model = self.source.build()
         check_module(f"build, {name_of(self.source.build)}, returned", model)
         if {id(one) for one in own.values()} & set(map(id, model.parameters())):
-            model = copied(model)  # what the step does to its weights may not reach the reference
+            model = deep_copy(model)  # the step's changes to its weights must not reach the reference
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:
@@ -323,19 +323,19 @@ class ReferenceBeside:
                 if (ours := form(parameter)) != (theirs := form(weight)):
                     raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
                 parameter.copy_(weight)
-        model = self.source.placed(model, self._beside)
+        model = self.source.place(model, self._beside)
         self._place = next(model.parameters()).device
         return model
 
     def _whole(self, name: str, held: Mapping[Shard | None, int]) -> Tensor:
-        """The weight that ranks have, put together of their parts."""
+        """Join a weight from its parts on ranks."""
         parts = [(shard, self.fetch(_weight(name, rank))) for shard, rank in held.items()]
         lying = [(shard, part) for shard, part in parts if shard is not None]
         if len(lying) < len(parts):
             return next(part for shard, part in parts if shard is None)
-        if why := untiled([shard for shard, _ in lying]):
+        if why := find_untiled([shard for shard, _ in lying]):
             raise RecordError(f"what ranks have of the weights of {name} is not all of them: {why}")
-        whole = gathered(lying)
+        whole = join_shards(lying)
         assert whole is not None, "every rank has given its part"
         return whole
 

@@ -1,10 +1,9 @@
-"""One step of a running job under torchrun, held against a record, or against the single-device model beside it.
+"""Check a step in a job under torchrun against a record, or a single-device model beside it.
 
-Every rank compares its own stages, one tensor at a time and where the job holds it, so that comparing takes no more
-memory than the largest parameter; beside the model, the gradients that differ in bits wait on the host until the end,
-when it measures what rounding does. What ranks exchange takes more: the store has all weights while a reference is made
-of them, and of gradients that ranks have in parts all that others are to judge, until the end. The verdicts are joined
-there, so that all ranks have the same.
+Every rank compares its own stages, one tensor at a time and in place, so that comparing takes no more memory than the
+largest parameter; beside the model, gradients that differ in bits wait on the host until the end, for measured floors.
+The exchange takes more: the store has all weights during the build of a reference, and all parts of gradients that
+other ranks judge, until the end. All ranks join their verdicts there, and have the same.
 """
 
 import shlex
@@ -42,17 +41,17 @@ from pipeproof.records.rank_part import (
     Kept,
     Rename,
     Run,
+    describe_problems,
     other_run,
     own_name,
     places_of,
     run_of,
-    told,
 )
 from pipeproof.records.record import Record, Recorded, RecordedOperation, RecordError, against, upstream
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_expectation import StepExpectation
-from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
+from pipeproof.records.step_parts import EVERY_LAW, StepPart, join_parts
 from pipeproof.records.step_record import Pairs
 from pipeproof.records.unchecked import check_of
 from pipeproof.reference.products import products_in
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class StepCheck(CheckedStep):
-    """A step held against a record, or against the model beside the job."""
+    """A step compared with a record, or with the model beside the job."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class StepCheck(CheckedStep):
         operation: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        """As ``check_step``, which says what each of these is."""
+        """Take ``check_step``'s arguments."""
         super().__init__(modules, microbatches, laws=EVERY_LAW, rename=rename, timeout_s=timeout_s)
         self._source = against
         self._number = operation
@@ -104,16 +103,16 @@ class StepCheck(CheckedStep):
         if self._at is not None:
             with self.noting():
                 self._last = last_check(self._own.modules)
-                self._ledger.held = self._last.held(self._given)
+                self._ledger.held = self._last.bitwise_laws(self._given)
                 self._kept.begin(self._own.gradients | self._last.added_to)
         return self
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
-        """Compare this rank's gradients now: they must be complete, and not clipped yet.
+        """Compare this rank's gradients now: complete, and not clipped yet.
 
-        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Of those of
-        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block. Where
-        ranks of a stage have a ``FlatShard``, one that leaves a gradient out has no part of it.
+        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Parts, in a
+        DTensor or a ``FlatShard``, are joined at the end of the block. If ranks of a stage have a ``FlatShard``, an
+        omitted gradient means no part.
         """
         if self._at is not None and self._held is not None and self._expected is not None:
             with self.noting():
@@ -127,7 +126,7 @@ class StepCheck(CheckedStep):
                         self._compare(self._at, name, gradient)
 
     def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
-        self._later.gradient(name, gradient, at.due.gradients, partial(self._enter, at, name))
+        self._later.gradient(name, gradient, at.expected.gradients, partial(self._enter, at, name))
 
     def _enter(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
         before, where = len(self._ledger.mismatches), self._own.where(name, self._exchange.rank)
@@ -143,9 +142,9 @@ class StepCheck(CheckedStep):
         loss: float | None = None,
         norm: float | None = None,
     ) -> None:
-        """Compare what this rank knows: the losses of its microbatches, undivided; what they are together; the norm.
+        """Compare this rank's results: microbatch losses, undivided; their total; the norm.
 
-        ``losses`` come in the order in which microbatches were given to the check.
+        ``losses`` come in the order of the microbatches given to the check.
         """
         if self._at is None or self._expected is None:
             return
@@ -153,8 +152,8 @@ class StepCheck(CheckedStep):
         with self.noting():
             known = None if losses is None else losses_of(losses)
             if known is not None and share is None and len(known) != len(self._expected.losses):
-                told = "whose losses these are nobody says: pass each replica the microbatches it runs"
-                self._ledger.doubt("loss", told, Reason.LOSS_SCALE)
+                text = "the microbatches of these losses are not known: pass each replica the microbatches it runs"
+                self._ledger.doubt("loss", text, Reason.LOSS_SCALE)
             elif known is not None:
                 exact = tuple(known) == tuple(self._expected.losses[k] for k in share or range(len(known)))
                 self._later.enter(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
@@ -168,7 +167,7 @@ class StepCheck(CheckedStep):
                 self._later.enter(partial(self._at.norm, norm, rank=rank), exact=norm == self._expected.norm)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
-        """Say what gradients will be added to, by the record's names: what is there by then is no part of the step."""
+        """Declare initial gradients, by the record's names: content from before the step."""
         if self._at is not None:
             with self.noting():
                 self._kept.begin({n: one for n, one in gradients.items() if one is None or isinstance(one, Tensor)})
@@ -180,27 +179,27 @@ class StepCheck(CheckedStep):
 
     def _part(self, about: RankReport) -> StepPart:
         why = self._why if self._at is None else self._problem
-        waits, due = self._later.asks(self._ledger), self._expected
-        rounding = None if due is None or waits or self._ledger.all_exact else Recorded(due).precision
+        waits, expected = self._later.asks(self._ledger), self._expected
+        rounding = None if expected is None or waits or self._ledger.all_exact else Recorded(expected).precision
         more = self._crash, self._no_norm, self._products, waits, rounding
         return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
 
     @property
     def _products(self) -> Mapping[str, str]:
-        """As what this rank rounds products of fp32, where anything is wrong that this may explain."""
+        """Return this rank's rounding for fp32 products, if it may explain a mismatch."""
         if self._record is None or not self._ledger.mismatches:
             return {}
         place = next((one.device for one in self._own.parameters.values()), CPU)
         return products_in(place, self._record.products)
 
-    def _concluded(self, parts: Sequence[StepPart]) -> Verdict:
+    def _conclude(self, parts: Sequence[StepPart]) -> Verdict:
         blank = len(parts) < self._exchange.ranks or any(one.problem or one.report.failed for one in parts)
         if not blank and any(one.waits for one in parts):
             try:
-                parts = self._settled(parts)
+                parts = self._settle(parts)
             except RanksAbsent as absent:
                 self._obstacle = f"what rounding does to the step is not known: {absent}"
-        verdict = joined(
+        verdict = join_parts(
             parts,
             None if self._record is None or self._expected is None else (self._record, self._number),
             absent=self._absent,
@@ -209,19 +208,19 @@ class StepCheck(CheckedStep):
             rerun=f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}",
             seconds=perf_counter() - self._began,
         )
-        return self._explained(verdict, parts)
+        return self._explain(verdict, parts)
 
-    def _settled(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
-        """The parts once floors are measured, and all is compared: every rank calls this."""
+    def _settle(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
+        """Measure floors, finish all comparisons, and return the new parts: every rank calls this."""
         if self._beside is None or self._at is None or self._record is None:
             return parts
-        found, problems = self._beside.measured(self._record)
+        found, problems = self._beside.measure(self._record)
         if found is None:
-            self._obstacle = told(problems)
+            self._obstacle = describe_problems(problems)
             return parts
         self._record, self._expected = found, found.operations[0]
         self._at.allowed = Recorded(self._expected)
-        for entry in self._later.settled():
+        for entry in self._later.settle():
             with self.noting():
                 entry()
         mine = self._part(parts[self._exchange.rank].report)
@@ -237,7 +236,7 @@ class StepCheck(CheckedStep):
             self._beside.clear()
 
     def _compare_in_common(self, at: Comparison) -> None:
-        """Compare the gradients of which ranks have parts, and hold against each other what several have."""
+        """Compare gradients in parts, and copies with each other."""
         assert self._held is not None, "there is something to compare"
         try:
             self._held.enter(self._ledger, self._number, self._run.members, partial(self._compare, at))
@@ -245,12 +244,12 @@ class StepCheck(CheckedStep):
             self._problem = self._problem or str(absent)
 
     def _compare_after(self, at: Comparison) -> None:
-        """Compare what the step has left."""
+        """Compare the state after the step."""
         assert self._expected is not None, "there is something to compare with"
-        due = [name for name in self._expected.parameters if name in self._own.parameters]
-        for name in (name for name in due if name not in self._own.shards):
+        expected = [name for name in self._expected.parameters if name in self._own.parameters]
+        for name in (name for name in expected if name not in self._own.shards):
             at.parameter(name, self._own.parameters[name], **self._own.where(name, self._exchange.rank))
-        shards = [name for name in due if name in self._own.shards]
+        shards = [name for name in expected if name in self._own.shards]
         self._ledger.leave_out("updated-parameters", shards, "in parts", Reason.PARTS)
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in self._own.buffers.items():
@@ -261,7 +260,7 @@ class StepCheck(CheckedStep):
         record: Record | None = None
         with self.noting():
             self._take_given()
-            record = self._read()
+            record = self._read_record()
             self._shards = self._own.shards
             if record is not None:
                 self._own.check_start(record.operations[self._number])
@@ -276,7 +275,7 @@ class StepCheck(CheckedStep):
         elif not problems and record is not None:
             problems = other_run(run, record.operations[self._number])
         if problems or record is None:
-            return told(problems)
+            return describe_problems(problems)
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
@@ -297,30 +296,30 @@ class StepCheck(CheckedStep):
             self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
 
     def _count(self, at: Comparison, expected: RecordedOperation) -> None:
-        """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
-        due = dict.fromkeys([*expected.before, *expected.gradients])
+        """Count the stages of each parameter; copies of a weight used in several places count once."""
+        names = dict.fromkeys([*expected.before, *expected.gradients])
         counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
         several = max(counts.values(), default=0) > 1
-        copies = self._beside.repeated() if several and self._beside is not None else None
-        for name in dict.fromkeys([*due, *counts]):
-            count, wanted = counts.get(name, 0), int(name in due)
+        copies = self._beside.repeated_parameters() if several and self._beside is not None else None
+        for name in dict.fromkeys([*names, *counts]):
+            count, wanted = counts.get(name, 0), int(name in names)
             if count > 1 and wanted and copies is None:
                 why = f"{name} is in {count} stages: as copies of one weight, or by a mistake"
-                told = f"{why}; the model beside the job would tell"
-                self._ledger.doubt("parameters-once", told, Reason.EQUAL_WEIGHTS)
+                text = f"{why}; the model beside the job would tell"
+                self._ledger.doubt("parameters-once", text, Reason.EQUAL_WEIGHTS)
             count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
             rank, stage = next(iter(self._places.get(name, ())), (None, None))
-            at.held(name, count, due=wanted, rank=rank, stage=stage)
+            at.count_holders(name, count, expected=wanted, rank=rank, stage=stage)
 
     def _every(self, run: Run) -> Pairs | None:
-        """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
+        """All replicas' microbatches, on rank 0 for the reference; elsewhere the rank's."""
         if not run.apart:
             return self._given
         given = self._gather(self._given, "the microbatches of all replicas")
         return run.together(given) if self._exchange.rank == 0 else self._given
 
-    def _read(self) -> Record | None:
-        """The record, where there is one already."""
+    def _read_record(self) -> Record | None:
+        """Read the record, if given."""
         found = read(self._source) if isinstance(self._source, str | Path) else self._source
         if not isinstance(found, Record):
             return None
@@ -329,29 +328,29 @@ class StepCheck(CheckedStep):
             raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
         return found
 
-    def _explained(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
-        """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
+    def _explain(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
+        """Add causes to ``verdict``, given a mismatch: all ranks share the parts."""
         if not verdict.mismatches:
             return verdict
-        from pipeproof.records.record_evidence import explained  # loaded where something is wrong
+        from pipeproof.records.record_evidence import explain_step  # loaded where something is wrong
 
         assert self._record is not None, "there was something to compare with"
-        with nullcontext() if self._beside is None else self._beside.apart():
-            return explained(
+        with nullcontext() if self._beside is None else self._beside.set_apart():
+            return explain_step(
                 verdict,
                 self._kept,
                 self._exchange,
-                look=lambda judged: self._checked(parts).evidence(judged),
-                moved=self._record.moved if self._beside is None else self._beside.moved,
+                look=lambda judged: self._step_evidence(parts).evidence(judged),
+                moved=self._record.nudged if self._beside is None else self._beside.nudged,
                 products=OtherProducts.among(self._record.products, [part.products for part in parts]),
                 bound_s=self._bound_s,
             )
 
-    def _checked(self, parts: Sequence[StepPart]) -> "RecordedStep":
-        from pipeproof.records.record_evidence import checked
+    def _step_evidence(self, parts: Sequence[StepPart]) -> "RecordedStep":
+        from pipeproof.records.record_evidence import check_step_evidence
 
         assert self._record is not None, "there was something to compare with"
-        found = checked(
+        found = check_step_evidence(
             self._record,
             self._number,
             self._places,
@@ -374,16 +373,15 @@ def check_step(
     operation: int = 0,
     timeout_s: float = 300.0,
 ) -> CheckedStep:
-    """A context manager around one step of a job. Every rank enters it.
+    """Return a context manager for a step in a job. Every rank enters it.
 
     Call ``gradients`` between backward and clipping, and ``report`` anywhere. After the block there is a ``verdict``.
 
-    modules: this rank's stages by number. A single module is the stage of this rank's number.
-    microbatches: pairs of inputs and target. None on a rank that does not have them; for a ``SingleDevice``, rank 0
-    must, and for ``Composed`` the ranks of the first and of the last stage. against: a record, its file, the model
-    beside the job, or the step itself, link by link. rename: from a stage's number and a name in it to the name in the
-    whole model, or in the record. operation: which one of the record's. timeout_s: bounds each wait for the other
-    ranks, and so for the reference.
+    modules: this rank's stages by number. A single module is the stage of this rank's number. microbatches: pairs of
+    inputs and target. None on a rank without them; a ``SingleDevice`` needs them on rank 0, ``StageByStage`` on the
+    ranks of the first and the last stage. against: a record, its file, the model beside the job, or the step itself,
+    link by link. rename: from a stage's number and a name in it to the name in the whole model, or in the record.
+    operation: its number in the record. timeout_s: bounds each wait for the other ranks, and so for the reference.
     """
     if isinstance(against, StepExpectation):
         return check_of(against, modules, microbatches, rename=rename, operation=operation, timeout_s=timeout_s)

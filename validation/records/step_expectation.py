@@ -1,4 +1,4 @@
-"""What a step of a running job may be held against that is neither a record nor a model beside the job."""
+"""Further expectations for a step of a running job, beside records and single-device models."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.whitebox.expectation import Expectation
 
-if TYPE_CHECKING:  # what a check is, only it needs to load
+if TYPE_CHECKING:  # only checks themselves need to load it
     from pipeproof.records.checked_step import CheckedStep
     from pipeproof.records.rank_part import Rename
     from pipeproof.records.step_record import Pairs
 
 
 class StepExpectation(Expectation):
-    """It checks some of a job's steps, as it is told, each with a check of its own.
+    """Checks a job's steps, or some steps, each separately.
 
-    build: makes the whole model, if the user says how. generators: what stages draw from.
+    build: makes the whole model, if given. generators: random sources of stages.
     """
 
     build: Callable[[], nn.Module] | None
@@ -27,7 +27,7 @@ class StepExpectation(Expectation):
 
     @abstractmethod
     def turn(self) -> int | None:
-        """The number of the next step among those that are checked; None where it is not. Every call is a step."""
+        """Count this step: return its number among checked steps, or None. Every call is a step."""
 
     @abstractmethod
     def check_of(
@@ -39,24 +39,23 @@ class StepExpectation(Expectation):
         timeout_s: float,
         turn: int,
     ) -> "CheckedStep":
-        """The check of a step, the one of this ``turn``; the rest is as for ``check_step``."""
+        """Return the check for this turn; further arguments follow ``check_step``."""
 
     @property
     @abstractmethod
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All of this rank's; none where nobody says."""
+        """The rank's optimizers; empty if unknown."""
 
     @abstractmethod
     def in_framework(self, claims: Mapping[str, Any], **known: Any) -> Self:
-        """The same, with what the adapter of a framework knows of its job.
+        """Return a copy with an adapter's knowledge of its framework's job.
 
-        ``claims`` stand in place of the contract's, ``known`` in place of what the user said beside it.
+        ``claims`` replace the contract's, ``known`` the user's other settings.
         """
 
     @abstractmethod
     def for_framework(self, accumulation: Accumulation | None) -> Self:
-        """The same, of a framework's job, where the contract does not say otherwise.
+        """Return a copy with a framework's ``accumulation``, unless the contract has one.
 
-        It adds gradients up like this. Its adapter gives weights their names in the whole model: by these, weights of
-        several stages are one or not.
+        Its adapter names weights as in the whole model: equal names in several stages are one weight.
         """

@@ -1,4 +1,4 @@
-"""What each rank saw of a checked step, and the one verdict that all of them make of it."""
+"""Each rank's observations of a checked step, and their joint verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,29 +6,28 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeproof.core.comparison import leave_out
-from pipeproof.core.judge import concluded
+from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision
 from pipeproof.core.reason import reasons_of
 from pipeproof.core.verdict import Crash, LawResult, Verdict
 from pipeproof.records.held_in_common import LAWS as IN_COMMON
-from pipeproof.records.rank_part import Notes, told
+from pipeproof.records.rank_part import Notes, describe_problems
 from pipeproof.records.record import LAWS, Record, RecordedOperation, against
 from pipeproof.worlds.rank_report import Ending, RankReport, headline, with_reports
 from pipeproof.worlds.side_store import RanksAbsent
 
 EVERY_LAW = (*LAWS, *IN_COMMON)
-Ended = tuple[list[RankReport], Literal["error", "hang"]]  # all ranks, and what to call how they did
+Ended = tuple[list[RankReport], Literal["error", "hang"]]  # all ranks, and a word for their endings
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
+    """A rank's observations of the step: its end, comparisons, notes, reported norm, and problem.
 
-    ``crash``: what was raised while it compared. ``no_norm``: why it reports no norm, where it was told one.
-    ``products``: how its device rounds those that what is due was computed by. ``waits``: whether floors, which can be
-    measured, decide on some of it. ``rounding``: how what is due is rounded, where that was asked for: what is due can
-    be fetched as long as this part is awaited.
+    ``crash``: an error during the comparison. ``no_norm``: why it withholds a norm. ``products``: its device's rounding
+    of the products behind the expected values. ``waits``: floors, still to be measured, decide on some of it.
+    ``rounding``: precision of the expected values, if needed: they can be fetched only while this part is awaited.
     """
 
     report: RankReport
@@ -43,9 +42,9 @@ class StepPart:
     rounding: Precision | None = None
 
 
-def joined(
+def join_parts(
     parts: Sequence[StepPart],
-    due: tuple[Record, int] | None,
+    expected: tuple[Record, int] | None,
     *,
     absent: RanksAbsent | None,
     obstacle: str,
@@ -53,19 +52,19 @@ def joined(
     rerun: str,
     seconds: float,
 ) -> Verdict:
-    """The verdict on the parts of all ranks that came, held against what is ``due``, an operation of a record.
+    """Judge the parts of all ranks present by ``expected``, an operation of a record.
 
-    absent: who did not come. obstacle: why nothing was compared, or nothing. replicas: how many there are.
+    absent: the missing ranks. obstacle: why nothing was compared, or nothing. replicas: their number.
     """
-    ended = ended_otherwise([part.report for part in parts], absent)
-    obstacle = obstacle or told({part.report.rank: part.problem for part in parts})
-    if ended is None and not obstacle and due is not None:
-        return _compared(parts, *due, replicas=replicas, rerun=rerun, seconds=seconds)
+    ended = how_ranks_ended([part.report for part in parts], absent)
+    obstacle = obstacle or describe_problems({part.report.rank: part.problem for part in parts})
+    if ended is None and not obstacle and expected is not None:
+        return _compare(parts, *expected, replicas=replicas, rerun=rerun, seconds=seconds)
     return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
 
 
 def not_compared(obstacle: str, ended: Ended | None = None) -> Verdict:
-    """The verdict where nothing was compared: for this ``obstacle``, or as ranks ``ended``."""
+    """Build the verdict without a comparison: for ``obstacle``, or by how ranks ``ended``."""
     laws = (LawResult("comparable", "unknown", note=obstacle, reasons=reasons_of(obstacle)),) if obstacle else ()
     blank = Verdict("a step of this job", "unknown", "none", laws)
     if ended is None:
@@ -74,8 +73,8 @@ def not_compared(obstacle: str, ended: Ended | None = None) -> Verdict:
     return replace(with_reports(blank, known), headline=headline(known), ended=how)
 
 
-def ended_otherwise(reports: Sequence[RankReport], absent: RanksAbsent | None) -> Ended | None:
-    """How all ranks ended, and what to call that; None where every one finished its step."""
+def how_ranks_ended(reports: Sequence[RankReport], absent: RanksAbsent | None) -> Ended | None:
+    """Return all ranks' endings, and a word for them; None if every rank finished its step."""
     missing = {} if absent is None else absent.reasons
     known = [one for one in reports if one.failed or one.rank not in missing]
     came = {one.rank for one in known}
@@ -86,10 +85,10 @@ def ended_otherwise(reports: Sequence[RankReport], absent: RanksAbsent | None) -
     return known, "hang" if absent is not None and absent.late and not raised else "error"
 
 
-def _compared(
+def _compare(
     parts: Sequence[StepPart], record: Record, number: int, *, replicas: int, rerun: str, seconds: float
 ) -> Verdict:
-    """The verdict where every rank compared its part with operation ``number`` of ``record``."""
+    """Judge parts compared with operation ``number`` of ``record``."""
     expected, ledger = record.operations[number], Ledger(EVERY_LAW)
     for part in reversed(parts):  # as gradients flow
         ledger.join(part.ledger)
@@ -109,12 +108,12 @@ def _compared(
         ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
     title = f"a step of this job against {record.name}"
     otherwise = next((part.rounding for part in parts if part.rounding is not None), FP32)
-    verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=seconds)
+    verdict = conclude(ledger, title, otherwise=otherwise, rerun=rerun, seconds=seconds)
     return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
 
 
 def _enter_lost_buffers(ledger: Ledger, expected: RecordedOperation, number: int) -> None:
-    """Enter the buffers that no rank has, where every rank looked."""
-    at, compared = against(expected, ledger, number=number), ledger.entered("buffers", number)
+    """Enter lost buffers, after every rank looked."""
+    at, compared = against(expected, ledger, number=number), ledger.compared_names("buffers", number)
     for name in [name for name in expected.buffers if name not in compared]:
         at.buffer(name, None)

@@ -1,4 +1,4 @@
-"""The record of one training step of anyone's model on one device: a plain loop over the microbatches."""
+"""Record a training step on one device: a plain loop over the microbatches, for any model."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.comparison import due_of
+from pipeproof.core.comparison import expect_operation
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.floors import Floors
 from pipeproof.core.limits import PRECISIONS
@@ -27,10 +27,10 @@ from pipeproof.records.record import (
 )
 from pipeproof.records.record_file import write
 from pipeproof.reference.accumulation import PLAIN
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
 from pipeproof.reference.products import settings_off
-from pipeproof.reference.snapshot import unchanged
+from pipeproof.reference.snapshot import keep_unchanged
 from pipeproof.reference.step import Gradient, Loss, Recipe, Reference, Site, clip_factor, sgd
 from pipeproof.worlds.output_file import OutputFile
 
@@ -51,39 +51,39 @@ def record_step(
     floors: bool = True,
     **words: Any,
 ) -> Record:
-    """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
+    """Record a correct training step: losses, gradients, their norm, and the parameters after it.
 
-    The step is made on a copy: ``model`` and ``optimizer`` stay as they are, and so does what they and ``loss_fn`` lead
-    to. The optimizer's state counts.
+    The step runs on a copy: ``model``, ``optimizer`` and everything reachable from them and ``loss_fn`` stay unchanged.
+    The optimizer's state counts.
 
     microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. optimizer:
-    without one there are no parameters after the step. contract: what the step claims; ``loss_divisor``,
-    ``loss_scale``, ``accumulation`` and ``max_norm`` are read. floors: measure what rounding does, by two more passes,
-    one of them in fp64, and in bf16 and fp16 by eight more. Without floors, what is a little off is "unknown".
+    without one there are no parameters after the step. contract: the step's claims; ``loss_divisor``, ``loss_scale``,
+    ``accumulation`` and ``max_norm`` are read. floors: measure rounding, by two more passes, one in fp64, and in bf16
+    and fp16 by eight more. Without floors, small errors are "unknown".
 
-    Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, ``LossError`` for
-    a loss that cannot be differentiated, and ``ContractError`` for a word that is not read.
+    Raises ``RecordError`` for a model that does not repeat its loss or has nothing to train, ``LossError`` for a loss
+    that cannot be differentiated, and ``ContractError`` for an unread word.
     """
     contract = contract.with_words(words)
     contract.reads(("loss_divisor", "loss_scale", "accumulation", "max_norm"), "where a step is recorded")
     recipe = recipe_of(contract, loss_of(contract, loss_fn, len(microbatches)))
-    with unchanged(model, optimizer, loss_fn, microbatches):
-        return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
+    with keep_unchanged(model, optimizer, loss_fn, microbatches):
+        return make_record(model, microbatches, recipe, optimizer=optimizer, floors=floors, moves=floors)
 
 
 def loss_of(contract: Contract, loss_fn: LossFn, microbatches: int) -> Loss:
-    """The loss in a step of so many microbatches, with its divisor by ``contract``."""
+    """Build the loss for so many microbatches, with its divisor by ``contract``."""
     return Loss(loss_fn, float(contract.loss_divisor or microbatches))
 
 
 def recipe_of(contract: Contract, loss: Loss, shares: tuple[tuple[int, ...], ...] = ()) -> Recipe:
-    """How a step with this ``loss`` is made by ``contract``; ``shares``: the microbatches of each replica."""
+    """Build the recipe for a step by ``contract`` with this ``loss``; ``shares``: each replica's microbatches."""
     by = replace(contract.accumulation or PLAIN, shares=shares)
     late = float(contract.loss_scale or 1.0) * (loss.divisor if by.late else 1.0)
     return Recipe(loss, contract.max_norm or math.inf, late=late, accumulation=by)
 
 
-def recorded(
+def make_record(
     model: nn.Module,
     microbatches: Pairs,
     recipe: Recipe,
@@ -93,39 +93,40 @@ def recorded(
     moves: bool = False,
     stages: Stages = MappingProxyType({}),
 ) -> Record:
-    """As ``record_step``, of a step by this ``recipe``, whose own optimizer is left aside.
+    """Record a step by ``recipe``, without its optimizer; otherwise like ``record_step``.
 
-    moves: measure how far weights that are one rounding off move it, too: who keeps the model may do so when it is
-    asked for. stages: those that hold each parameter, by name; what is used in several is added up in each of them
-    first.
+    moves: also measure the effect of weights one rounding off; a caller with the model may do so on demand. stages: by
+    name, the stages of each parameter; a parameter in several is first added up in each.
     """
     if not microbatches:
         raise RecordError("microbatches is empty: expected at least one")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecordError(f"the model, a {type(model).__name__}, has no parameter to train: nothing could be compared")
-    step = _performed(model, microbatches, recipe, optimizer, stages)
-    beside, expected = _reference(copied(model), recipe, stages), step.expected
-    updated = None if optimizer is None else partial(_updated, model, optimizer, recipe, stages)
+    step = _perform(model, microbatches, recipe, optimizer, stages)
+    beside, expected = _reference(deep_copy(model), recipe, stages), step.expected
+    updated = None if optimizer is None else partial(_update, model, optimizer, recipe, stages)
     measured, products = _floors(beside, step, moves=moves, updated=updated) if floors else (None, {})
-    due = due_of(expected)
-    due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
+    operation = expect_operation(expected)
+    operation = replace(
+        operation, microbatches=microbatch_digests(microbatches), parameters=operation.parameters if optimizer else {}
+    )
     contents = content_digests(microbatches)
-    operation = RecordedOperation(**vars(due), floors=measured, contents=contents)
+    operation = RecordedOperation(**vars(operation), floors=measured, contents=contents)
     config = _config(model, microbatches, recipe)
     return Record("expected", config | ({"products": products} if floors else {}), (operation,))
 
 
-def moved(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Nudged | None:
-    """How far weights that are one rounding off move what is ``recorded``; None where it is in no narrow type."""
-    step = _performed(model, microbatches, recipe, None, stages)
-    return Floors(_reference(copied(model), recipe, stages), [step]).moved
+def measure_nudged(model: nn.Module, microbatches: Pairs, recipe: Recipe, *, stages: Stages) -> Nudged | None:
+    """Measure the effect of weights one rounding off on the step; None without a narrow type."""
+    step = _perform(model, microbatches, recipe, None, stages)
+    return Floors(_reference(deep_copy(model), recipe, stages), [step]).moved
 
 
-def _performed(
+def _perform(
     model: nn.Module, microbatches: Pairs, recipe: Recipe, optimizer: torch.optim.Optimizer | None, stages: Stages
 ) -> Pending:
-    """The step, made on a copy."""
-    own, stepping = copied((model, optimizer))
+    """Run the step on a copy."""
+    own, stepping = deep_copy((model, optimizer))
     batches = [Batch.of(*pair).to(str(next(own.parameters()).device)) for pair in microbatches]
     recipe = replace(recipe, optimizer=lambda some: stepping or sgd(some))
     orders = dict.fromkeys({0, *(one for held in stages.values() for one in held)}, range(len(batches)))
@@ -140,14 +141,14 @@ def write_record(record: Record, path: str) -> None:
 
 
 def _reference(model: nn.Module, recipe: Recipe, stages: Stages) -> Reference:
-    """``model`` in these ``stages``; all of it in one where they are not known."""
+    """Wrap ``model`` with these ``stages``; a single stage if unknown."""
     held = {name: sorted(stages.get(name, (0,))) for name, _ in model.named_parameters(remove_duplicate=False)}
     copies = [(stage, name) for name, own in held.items() for stage in own[1:]]
     owner = {name: own[0] for name, own in held.items()}
     return Reference(model, owner=owner, recipe=recipe, copies=copies, by_use=bool(copies))
 
 
-def _updated(
+def _update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
@@ -157,8 +158,8 @@ def _updated(
     norm: float | None = None,
     off: float = 0.0,
 ) -> Mapping[Site, Tensor]:
-    """What the optimizer makes of the parameters with these gradients, as ``Updates`` has it; both stay as they are."""
-    own, stepping = copied((model, optimizer))
+    """Update parameters by the optimizer with these gradients; model and optimizer stay unchanged."""
+    own, stepping = deep_copy((model, optimizer))
     reference = _reference(own, replace(recipe, optimizer=lambda _: settings_off(stepping, off)), stages)
     return reference.step(gradients, clip_factor(reference.norm(gradients) if norm is None else norm, recipe.max_norm))
 
@@ -166,19 +167,19 @@ def _updated(
 def _floors(
     reference: Reference, step: Pending, *, moves: bool, updated: Updates | None
 ) -> tuple[RecordedFloors, Mapping[str, str]]:
-    """What rounding does to every number of ``step``, and as what products of fp32 are rounded.
+    """Measure rounding of every number in ``step``, and of fp32 products.
 
-    ``reference`` is as it was before.
+    ``reference`` has its initial state.
     """
-    again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
+    again = reference.of(deep_copy(reference.model)).contributing(step.batches[::-1])
     check_repeated(step.expected.losses, [one.loss for one in again][::-1])
     floors = Floors(reference, [step], updated=updated)
-    found = RecordedFloors.measured(step.expected, floors, moved=moves, updates=updated is not None)
+    found = RecordedFloors.measure(step.expected, floors, moved=moves, updates=updated is not None)
     return found, floors.products
 
 
 def check_repeated(losses: Sequence[float], others: Sequence[float]) -> None:
-    """Raise ``RecordError`` unless the ``others``, of the same microbatches run again, are the same losses."""
+    """Raise ``RecordError`` unless a rerun repeats the losses."""
     for number, (loss, other) in enumerate(zip(losses, others, strict=True)):
         if loss != other and (loss == loss or other == other):
             raise RecordError(

@@ -1,4 +1,4 @@
-"""A step that is held against itself where it is its turn; a step that is not checked runs as it would."""
+"""A step compared with itself on its turn; an unchecked step runs as usual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Unchecked(CheckedStep):
-    """In place of a check where it is another step's turn: nothing is looked at, and no rank waits for another."""
+    """A placeholder on another step's turn: no comparison, and no wait between ranks."""
 
     def __init__(self) -> None:
         super().__init__({}, None, laws=())
@@ -33,18 +33,18 @@ class Unchecked(CheckedStep):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """There is nothing to conclude."""
+        """Conclude nothing."""
 
     @property
-    def due(self) -> bool:
+    def active(self) -> bool:
         return False
 
     @property
     def verdict(self) -> Verdict:
-        raise CheckError("this step was not checked: ask check.due before its verdict")
+        raise CheckError("this step was not checked: ask check.active before its verdict")
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
-        """Nothing is compared."""
+        """Compare nothing."""
 
     def report(
         self,
@@ -53,10 +53,10 @@ class Unchecked(CheckedStep):
         loss: float | None = None,
         norm: float | None = None,
     ) -> None:
-        """Nothing is compared."""
+        """Compare nothing."""
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
-        """Nothing is compared."""
+        """Compare nothing."""
 
     def wrap(self, parts: Parts) -> Parts:
         return parts
@@ -65,16 +65,16 @@ class Unchecked(CheckedStep):
         return ""
 
     def _finish(self) -> None:
-        """Nothing was compared."""
+        """Finish nothing."""
 
     def _part(self, about: RankReport) -> None:
-        """Nobody asks."""
+        """Return nothing: no rank asks."""
 
-    def _concluded(self, parts: Sequence[object]) -> Verdict:
+    def _conclude(self, parts: Sequence[object]) -> Verdict:
         raise AssertionError("a step that is not checked has no verdict")
 
     def _clear(self) -> None:
-        """Nothing was laid out."""
+        """Withdraw nothing."""
 
 
 def check_of(
@@ -86,7 +86,7 @@ def check_of(
     operation: int,
     timeout_s: float,
 ) -> CheckedStep:
-    """The check of a step by ``against``, where it is the turn of this one; else none. All is as for ``check_step``."""
+    """Return the check by ``against`` on this step's turn; else a placeholder. Arguments as for ``check_step``."""
     if (turn := against.turn()) is None:
         return Unchecked()
     check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)

@@ -1,7 +1,7 @@
-"""What a picture is made of, and how it becomes a file: SVG of a template, PNG drawn by matplotlib.
+"""Elements of a picture, and their files: SVG from a template, PNG by matplotlib.
 
-Lengths are points, 1/72 inch, to the right and downwards. matplotlib is the extra ``plot``: it is imported here alone,
-when something is drawn.
+Lengths are points, 1/72 inch, to the right and downwards. matplotlib is the extra ``plot``: only this file imports it,
+on demand.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeproof.reports.colours import BLACK, WHITE
-from pipeproof.reports.template import rendered
+from pipeproof.reports.template import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,11 +23,11 @@ _OTHER = 0.62
 
 
 class PictureError(ValueError):
-    """A picture that cannot be drawn."""
+    """A picture beyond drawing."""
 
 
 class Box(NamedTuple):
-    """A rectangle. ``says`` is shown where the pointer rests on it; an empty ``fill`` or ``edge`` is none."""
+    """A rectangle. ``says`` appears under the pointer; an empty ``fill`` or ``edge`` means none."""
 
     left: float
     top: float
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Text at ``left``, or around or up to it; ``middle`` is half of its height."""
+    """Text at ``left``, or around or up to it; ``middle``: half its height."""
 
     text: str
     left: float
@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Boxes from the ground up, and text upon them; ``says`` tells who cannot see it what it shows."""
+    """Boxes from the ground up, with text above; ``says`` describes the picture to readers who cannot see it."""
 
     width: float
     height: float
@@ -68,14 +68,14 @@ def text_width(text: str, size: float) -> float:
 
 
 def check_drawable() -> None:
-    """Raise ``PictureError`` unless there is something to draw a PNG with."""
+    """Raise ``PictureError`` without a library for PNG."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PictureError("a PNG needs matplotlib, which the extra 'plot' brings: pip install 'pipeproof[plot]'")
 
 
 def svg(drawing: Drawing) -> bytes:
-    """``drawing`` as SVG: text is text, and a box says what it is. Equal drawings, equal bytes."""
-    return rendered("drawing.svg", drawing=drawing).encode()
+    """Render ``drawing`` as SVG: text stays text, boxes carry descriptions. Equal drawings, equal bytes."""
+    return render("drawing.svg", drawing=drawing).encode()
 
 
 def png(drawing: Drawing) -> bytes:
@@ -86,7 +86,7 @@ def png(drawing: Drawing) -> bytes:
 
 
 def figure(drawing: Drawing) -> "Figure":
-    """``drawing`` for matplotlib: one panel that is the whole figure, in points."""
+    """Convert ``drawing`` to matplotlib: one panel over the whole figure, in points."""
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
@@ -117,6 +117,6 @@ def figure(drawing: Drawing) -> "Figure":
     return made
 
 
-def wrapped(text: str, *, width: float, size: float) -> list[str]:
-    """``text`` in lines of ``width`` points, broken at spaces."""
+def wrap_text(text: str, *, width: float, size: float) -> list[str]:
+    """Break ``text`` at spaces into lines of ``width`` points."""
     return wrap(text, int(width / (_WIDTHS["0"] * size)))

@@ -1,4 +1,4 @@
-"""Timelines as files: pictures, and a Chrome trace. All are refused before anything runs, or written."""
+"""Timelines as files: pictures, and a Chrome trace. Bad paths are refused before anything runs or is written."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 from pipeproof.pipeline.chrome_trace import chrome_trace
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reports.canvas import PictureError, check_drawable, png, svg
-from pipeproof.reports.panel import Panel, timed
+from pipeproof.reports.panel import Panel, draw_trace
 from pipeproof.reports.picture import picture
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
@@ -16,7 +16,7 @@ MOST = 50_000  # actions: two of 32 ranks, 128 microbatches and split backwards;
 
 
 class Paths(NamedTuple):
-    """Where an SVG picture, a PNG picture and a Chrome trace go; None is nowhere."""
+    """Paths for an SVG picture, a PNG picture and a Chrome trace; None for no file."""
 
     svg: str | None = None
     png: str | None = None
@@ -29,7 +29,7 @@ _ENDINGS = Paths(".svg", ".png", ".json")
 class Drawings:
     """The files at ``paths``, for timelines of ``actions`` actions in all.
 
-    Raises ``OutputError`` or ``PictureError`` for what cannot be written or drawn.
+    Raises ``OutputError`` or ``PictureError`` if one cannot be written or drawn.
     """
 
     def __init__(self, paths: Paths, *, actions: int) -> None:
@@ -48,15 +48,15 @@ class Drawings:
         self._paths = paths
 
     def write(self, timelines: Mapping[str, Trace], *, unit: str = "") -> None:
-        """``timelines``, by name, from the top down: first all are made, and then all are written.
+        """Write ``timelines``, by name, from the top down: first render all, then write all.
 
-        ``unit`` says what their times are counted in, where they are not seconds and not those of a stage.
+        ``unit``: the unit of their times, if neither seconds nor a stage's times.
         """
-        panels = [timed(name, timeline, unit=unit) for name, timeline in timelines.items()]
+        panels = [draw_trace(name, timeline, unit=unit) for name, timeline in timelines.items()]
         self.write_panels(panels, chrome_trace(timelines) if self._paths.trace else None)
 
     def write_panels(self, panels: Sequence[Panel], trace: object = None) -> None:
-        """``panels`` as pictures; of what has no times there is no ``trace``."""
+        """Write ``panels`` as pictures; without times, no ``trace``."""
         drawing = picture(panels) if self._paths.svg or self._paths.png else None
         writers = (self._paths.svg and svg, self._paths.png and png)
         contents = [writer(drawing) if writer and drawing else b"" for writer in writers]

@@ -1,4 +1,4 @@
-"""What a gate has seen, the one status that follows, and how others read it: JUnit, Markdown, GitHub's annotations."""
+"""A gate's results, exit status, and reports: JUnit, Markdown, GitHub annotations."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from pipeproof.own.case import Case
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.table import outcome
-from pipeproof.reports.template import rendered
+from pipeproof.reports.template import render
 
 Group = Literal["table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
@@ -20,7 +20,7 @@ _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case of a gate. ``group``: from the table of schedules, named by its line, drawn, or with a planted fault."""
+    """A case of a gate. ``group``: from the table of schedules, pinned by its line, drawn, or with a planted fault."""
 
     group: Group
     case: Case
@@ -28,46 +28,46 @@ class CaseResult:
 
     @property
     def outcome(self) -> Literal["pass", "fail", "unknown"]:
-        """What the case says of the gate: that a planted fault is caught is a pass, that it is not proves nothing."""
+        """The case's outcome for the gate: a caught planted fault is a pass, a missed one proves nothing."""
         if self.group == "planted":
-            return "pass" if self.verdict.verdict == "fail" else "unknown"
-        return self.verdict.verdict
+            return "pass" if self.verdict.outcome == "fail" else "unknown"
+        return self.verdict.outcome
 
     @property
     def word(self) -> str:
-        """The outcome as a reader meets it: what hangs, or raises, is no mere doubt."""
-        return self.verdict.word if self.outcome == self.verdict.verdict else self.outcome
+        """The outcome for readers: a hang or an error says more than a doubt."""
+        return self.verdict.word if self.outcome == self.verdict.outcome else self.outcome
 
     @property
     def headline(self) -> str:
         """The outcome on one line."""
         if self.group == "planted":
-            caught = "is caught" if self.outcome == "pass" else f"is not caught: {self.verdict.verdict}"
+            caught = "is caught" if self.outcome == "pass" else f"is not caught: {self.verdict.outcome}"
             return f"the planted fault {self.case.specimen} {caught}"
         return f"{self.verdict.word.upper()} {sentence(self.verdict)}"
 
     @property
     def story(self) -> str:
-        """What a reader needs first; of a planted fault that is caught there is no more to say."""
+        """The text that a reader needs first; a caught planted fault needs no more."""
         return self.headline if self.group == "planted" and self.outcome == "pass" else str(self.verdict)
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What a gate found. ``due`` is how many cases it was asked for; ``missing`` says why some did not run."""
+    """A gate's results. ``case_count``: the number of cases requested; ``missing``: why some did not run."""
 
     cases: Sequence[CaseResult]
-    due: int
+    case_count: int
     seed: int
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def short(self) -> str:
-        """That fewer cases ran than should have, in a sentence; empty if all did."""
-        if len(self.cases) >= self.due and not self.missing:
+        """Say that fewer cases ran than requested; empty if all did."""
+        if len(self.cases) >= self.case_count and not self.missing:
             return ""
         reasons = "".join(f"; {name}: {reason}" for name, reason in self.missing.items())
-        return f"{len(self.cases)} of {some(self.due, 'case')} ran{reasons}"
+        return f"{len(self.cases)} of {some(self.case_count, 'case')} ran{reasons}"
 
     @property
     def status(self) -> int:
@@ -78,7 +78,7 @@ class GateResult:
 
     @property
     def not_passed(self) -> list[CaseResult]:
-        """The cases that are no pass, the culprit first: what is wrong, and of that the smallest."""
+        """Cases without a pass, failures first, and the smallest first."""
         found = [one for one in self.cases if one.outcome != "pass"]
         return sorted(found, key=lambda one: (_ORDER[one.outcome], one.case.stages, one.case.microbatches))
 
@@ -87,7 +87,7 @@ class GateResult:
         words = ("fail", "hang", "error", "unknown", "pass")
         said = ", ".join(f"{counts[word]} {word}" for word in words if counts[word] or word == "pass")
         word = {0: "PASS", 1: "FAIL", 3: "UNKNOWN"}[self.status]
-        return f"gate {word}: {said} of {some(self.due, 'case')}; seed {self.seed}" + (
+        return f"gate {word}: {said} of {some(self.case_count, 'case')}; seed {self.seed}" + (
             f"; {self.short}" if self.short else ""
         )
 
@@ -96,13 +96,13 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(result: GateResult) -> bytes:
-    """One test case for each case, and one that says whether all ran; what XML cannot hold is a question mark."""
+    """Render one test case per case, and one for completeness; characters outside XML become question marks."""
     counts = Counter(one.outcome for one in result.cases)
-    return _NO_XML.sub("?", rendered("junit.xml", result=result, counts=counts)).encode()
+    return _NO_XML.sub("?", render("junit.xml", result=result, counts=counts)).encode()
 
 
 def annotations(result: GateResult) -> list[str]:
-    """GitHub's commands: a few errors, the culprit first, and how many more there are."""
+    """Render GitHub commands: a few errors, failures first, and a count of the rest."""
     found = result.not_passed
     lines = [_error(f"pipeproof: {one.case}", one.story) for one in found[:SHOWN]]
     if len(found) > SHOWN:
@@ -113,15 +113,15 @@ def annotations(result: GateResult) -> list[str]:
 
 
 def markdown(result: GateResult) -> str:
-    """The verdicts as a table, what is no pass first, and the screens of the first of these."""
+    """Render verdicts as a table, failures first, and the screens of the first failures."""
     cases = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
     screens = [one.story for one in result.not_passed[:SHOWN]]
-    return rendered("summary.md", result=result, rows=cases[:ROWS], rest=cases[ROWS:], screens=screens, numbers=outcome)
+    return render("summary.md", result=result, rows=cases[:ROWS], rest=cases[ROWS:], screens=screens, numbers=outcome)
 
 
 def _error(title: str, text: str) -> str:
-    return f"::error title={_escaped(title, ',:')}::{_escaped(text)}"
+    return f"::error title={_escape(title, ',:')}::{_escape(text)}"
 
 
-def _escaped(text: str, more: str = "") -> str:
+def _escape(text: str, more: str = "") -> str:
     return text.translate({ord(special): f"%{ord(special):02X}" for special in f"%\r\n{more}"})

@@ -1,4 +1,4 @@
-"""What one panel of a picture shows: the cells of a timeline, or, of a schedule that breaks a law, its slots."""
+"""A picture's panel: a timeline's cells, or the slots in a schedule that breaks a law."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.sizes import shortened, some
+from pipeproof.pipeline.sizes import shorten, some
 from pipeproof.pipeline.trace import Trace
 
 WORDS: Mapping[Kind, str] = {
@@ -23,7 +23,7 @@ _MOST_SAID, _LONGEST = 6, 300  # violations over a picture, and letters of one
 
 
 class Cell(NamedTuple):
-    """``action`` on the row of ``rank``, from ``left`` to ``right`` on the axis; ``says`` is the whole truth of it."""
+    """``action`` on the row of ``rank``, from ``left`` to ``right`` on the axis; ``says``: its full description."""
 
     rank: int
     left: float
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """``pairs`` are cells that run as one. A tick at x is named ``per_tick`` times x."""
+    """``pairs``: cells that run as one. A tick at x shows ``per_tick`` times x."""
 
     title: str
     facts: tuple[str, ...]
@@ -47,34 +47,34 @@ class Panel:
 
     @cached_property
     def wrong(self) -> bool:
-        """Whether anything in it breaks a law."""
+        """True if any cell breaks a law."""
         return any(cell.wrong for cell in self.cells)
 
     @cached_property
     def end(self) -> float:
-        """Where the last cell ends."""
+        """End of the last cell."""
         return max((cell.right for cell in self.cells), default=0.0)
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Which of its rank's stages each stage is, counted from 0."""
+        """Position of each stage among its rank's stages, from 0."""
         held = (self.schedule.stages_of(rank) for rank in range(self.schedule.n_ranks))
         return {stage: place for stages in held for place, stage in enumerate(stages)}
 
     @cached_property
     def most(self) -> int:
-        """The most stages that a rank holds: V."""
+        """The most stages on a rank: V."""
         return 1 + max(self.places.values(), default=0)
 
 
-def timed(name: str, trace: Trace, *, unit: str = "") -> Panel:
-    """``trace`` over time, which is counted in ``unit`` where it is not in seconds."""
+def draw_trace(name: str, trace: Trace, *, unit: str = "") -> Panel:
+    """Draw ``trace`` over time; ``unit``: its unit, if not seconds."""
     schedule = trace.schedule
     cells: dict[Action, Cell] = {}
     for span in chain.from_iterable(trace.spans):
         if span.worked > 0:
             times = f"{_time(span.worked_from, trace)} to {_time(span.ended, trace)}"
-            says = f"{_named(span.action)}, on rank {span.rank}, {times}"
+            says = f"{_name(span.action)}, on rank {span.rank}, {times}"
             cells[span.action] = Cell(span.rank, span.worked_from, span.ended, span.action, says)
     pairs = []
     for rank, slot in schedule.overlaps:
@@ -88,7 +88,7 @@ def timed(name: str, trace: Trace, *, unit: str = "") -> Panel:
     return Panel(title, tuple(_facts(trace)), schedule, tuple(cells.values()), axis, tuple(pairs), per_tick)
 
 
-def _named(action: Action) -> str:
+def _name(action: Action) -> str:
     what = WORDS.get(action.kind, action.kind.lower().replace("_", " "))
     return f"{action}: stage {action.stage}, {what} of microbatch {action.microbatch}"
 
@@ -98,7 +98,7 @@ def _time(time: float, trace: Trace) -> str:
 
 
 def _facts(trace: Trace) -> Iterator[str]:
-    """Makespan, bubbles and memory, counted as a simulation's ``Timeline`` counts them."""
+    """Makespan, bubbles and memory, by a simulation's ``Timeline`` rules."""
     rows = [[span for span in spans if span.action.kind in COMPUTE] for spans in trace.spans]
     busy = [sum(span.worked for span in row) for row in rows]
     lasts = [row[-1].ended - row[0].worked_from if row else 0.0 for row in rows]
@@ -113,16 +113,16 @@ def _facts(trace: Trace) -> Iterator[str]:
 
 
 def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], broken: Sequence[Violation]) -> Panel:
-    """``rows`` in their order, with the cells of ``broken`` marked: who contradicts a law has no times."""
+    """Draw ``rows`` by slot, with the cells of ``broken`` marked: a broken law leaves no times."""
     wrong = {cell: violation for violation in reversed(broken) for cell in violation.cells}
     cells = []
     for rank, row in enumerate(rows):
         for slot, action in enumerate(row):
             violation = wrong.get((rank, slot))
-            says = _named(action) if violation is None else f"{_named(action)}. {violation}"
+            says = _name(action) if violation is None else f"{_name(action)}. {violation}"
             cells.append(Cell(rank, slot, slot + 1, action, says, violation is not None))
     more = [f"and {len(broken) - _MOST_SAID} more"] if len(broken) > _MOST_SAID else []
-    facts = (*(shortened(str(violation), _LONGEST) for violation in broken[:_MOST_SAID]), *more)
+    facts = (*(shorten(str(violation), _LONGEST) for violation in broken[:_MOST_SAID]), *more)
     laws = some(len({violation.law for violation in broken}), "law")
     title = f"{name} breaks {laws}: {schedule.sizes}"
     return Panel(title, facts, schedule, tuple(cells), "slots, in the order of each rank: no times")

@@ -1,11 +1,11 @@
-"""Timelines as pictures: ranks from top to bottom, time from left to right, one panel above the other on one axis.
+"""Timelines as pictures: ranks from top to bottom, time from left to right, panels stacked on one axis.
 
-A kind of action has a hue, and the stages of one rank are shades of it. I wears a bar at its upper edge and W at its
-lower one, for eyes and printers that tell no hues. What runs as one has one frame. Sends and receives are dark, and
-what is not covered is idle. Of a schedule that breaks a law the slots are drawn, and what is to blame is red.
+A kind of action has a hue, and a rank's stages are shades of it. I wears a bar at its upper edge and W at its lower
+edge, for eyes and printers without hues. Actions that run as one share a frame. Sends and receives are dark, and
+uncovered time is idle. A schedule that breaks a law is drawn by slots, with the culprits in red.
 
-A cell is named where its name fits, and all cells of a panel in one way. Where most are too narrow every n-th
-microbatch is dark, so that the eye can follow it from rank to rank.
+A cell is named if its name fits, and all cells of a panel in one way. If most are too narrow, every n-th microbatch is
+dark, so that the eye can follow it from rank to rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +13,8 @@ from itertools import chain
 from math import ceil, floor, log2
 
 from pipeproof.pipeline.action import COMPUTE, Action, Kind
-from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrapped
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed
+from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrap_text
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mix
 from pipeproof.reports.panel import WORDS, Cell, Panel
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 18.0, 12.0, 12.0
@@ -41,7 +41,7 @@ _NAMINGS: tuple[_Naming, ...] = (str, _number)  # ways to name a cell: the first
 
 
 class _Placed:
-    """A panel whose rows begin at ``top``, each ``row`` high; ``room`` is the width of 0 to ``end`` on the axis."""
+    """A panel with rows from ``top`` down, each ``row`` high; ``room``: the width from 0 to ``end`` on the axis."""
 
     def __init__(self, panel: Panel, *, room: float, row: float, end: float) -> None:
         self.panel = panel
@@ -63,7 +63,7 @@ class _Placed:
         return self.top + self.panel.schedule.n_ranks * self._row
 
     def boxes(self) -> Iterator[Box]:
-        """Idle rows, the cells upon them, and frames around what runs as one."""
+        """Draw idle rows, cells above them, and frames around overlapping actions."""
         panel = self.panel
         for rank in range(panel.schedule.n_ranks):
             yield self._box(rank, 0, panel.end)._replace(fill=IDLE)
@@ -72,13 +72,13 @@ class _Placed:
             area = self._box(cell.rank, cell.left, cell.right)
             gap = min(0.9, _GAP * area.width) if cell.action.kind in COMPUTE and cell not in as_one else 0.0
             area = area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
-            yield from painted(cell.action.kind, self._fill(cell), area)
+            yield from paint(cell.action.kind, self._fill(cell), area)
         for one, other in panel.pairs:
             frame = self._box(one.rank, one.left, other.right)
             yield frame._replace(edge=BLACK, edge_width=min(1.1, 0.05 * frame.width))
 
     def texts(self) -> Iterator[Text]:
-        """The rows' names, and the cells' where they fit."""
+        """Draw row names, and cell names that fit."""
         wrong = {cell.rank for cell in self.panel.cells if cell.wrong}
         step = max(1, ceil(_SMALL * 1.2 / self._row))
         for rank in range(self.panel.schedule.n_ranks):
@@ -93,7 +93,7 @@ class _Placed:
                 yield Text(self.naming(cell.action), left, middle, _NAME, "middle", letters)
 
     def ticks(self) -> Iterator[Text]:
-        """Numbers under the axis, at steps of 1, 2 or 5 times a power of ten."""
+        """Draw numbers under the axis, at steps of 1, 2 or 5 times a power of ten."""
         shown = self._end * self.panel.per_tick
         least = max(shown * 44 / self._room, 1.0 if self.panel.wrong else 0.0)  # slots are whole
         step = next(step for power in range(-15, 18) for part in (1, 2, 5) if (step := part * 10.0**power) >= least)
@@ -107,7 +107,7 @@ class _Placed:
             return WRONG
         stressed = self.every > 0 and microbatch % self.every == 0
         colour = colour_of(kind, self.panel.places.get(stage, 0), places=self.panel.most, stressed=stressed)
-        return mixed(colour, WHITE, _FADED) if self.panel.wrong else colour
+        return mix(colour, WHITE, _FADED) if self.panel.wrong else colour
 
     def _fits(self, cell: Cell) -> bool:
         return self._x(cell.right) - self._x(cell.left) + 1e-6 >= self._needs[cell.action.kind]
@@ -122,7 +122,7 @@ class _Placed:
 
 
 def _needs(cells: Sequence[Cell], way: _Naming) -> dict[Kind, float]:
-    """How wide a cell of each kind must be for the longest of its names."""
+    """The width that each kind needs for its longest name."""
     longest: dict[Kind, float] = {}
     for cell in cells:
         width = text_width(way(cell.action), _NAME) + 2 * _PAD
@@ -130,10 +130,10 @@ def _needs(cells: Sequence[Cell], way: _Naming) -> dict[Kind, float]:
     return longest
 
 
-def painted(kind: Kind, colour: str, area: Box) -> Iterator[Box]:
-    """``area`` as an action of ``kind`` in ``colour``: I has a dark bar at its upper edge, W at its lower."""
+def paint(kind: Kind, colour: str, area: Box) -> Iterator[Box]:
+    """Paint ``area`` as an action of ``kind`` in ``colour``: I has a dark bar at its upper edge, W at its lower."""
     yield area._replace(fill=colour)
-    bar = area._replace(height=_BAR * area.height, fill=mixed(colour, BLACK, 0.45), says="")
+    bar = area._replace(height=_BAR * area.height, fill=mix(colour, BLACK, 0.45), says="")
     if kind is Kind.BACKWARD_INPUT:
         yield bar
     elif kind is Kind.BACKWARD_WEIGHT:
@@ -141,7 +141,7 @@ def painted(kind: Kind, colour: str, area: Box) -> Iterator[Box]:
 
 
 def picture(panels: Sequence[Panel]) -> Drawing:
-    """``panels`` from the top down, on one axis."""
+    """Draw ``panels`` from the top down, on one axis."""
     assert len({panel.axis for panel in panels}) == 1, "panels that share an axis share a unit"
     end = max(panel.end for panel in panels)
     room = max(_room(panel, end) for panel in panels)
@@ -150,7 +150,7 @@ def picture(panels: Sequence[Panel]) -> Drawing:
     boxes, texts, top = _legend(placed, room)
     for each in placed:
         for text, size in ((each.panel.title, _TITLE), (" · ".join(each.panel.facts), _SMALL)):
-            for line in wrapped(text, width=room, size=size):
+            for line in wrap_text(text, width=room, size=size):
                 texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, bold=size == _TITLE))
                 top += size * _LINE
         each.top = top + 2
@@ -163,11 +163,11 @@ def picture(panels: Sequence[Panel]) -> Drawing:
 
 
 def _room(panel: Panel, end: float) -> float:
-    """The width of the axis at which nearly every cell has room for its name, within reason."""
+    """The axis width at which nearly every name fits its cell, within reason."""
     cells = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
     lasts = sorted(cell.right - cell.left for cell in cells)
     for way in _NAMINGS if cells else ():
-        # A quarter of the cells may be shorter than what names have room in.
+        # A quarter of the cells may be too short for their names.
         room = max(_ROOMS[0], end * max(_CELL, *_needs(cells, way).values()) / lasts[len(cells) // 4])
         if room <= _ROOMS[1]:
             return room
@@ -175,7 +175,7 @@ def _room(panel: Panel, end: float) -> float:
 
 
 def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
-    """Samples with their names, in as many lines as they need; and where they end."""
+    """Draw named samples, in as many lines as needed; return their end, too."""
     boxes: list[Box] = []
     texts: list[Text] = []
     left, top = _LEFT, _TOP
@@ -187,7 +187,7 @@ def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Tex
         texts.append(Text(words, left + 28, top + 6, _SMALL))
         left += width + 14
     top += 20
-    for line in wrapped(" · ".join(_notes(placed)), width=room, size=_SMALL):
+    for line in wrap_text(" · ".join(_notes(placed)), width=room, size=_SMALL):
         texts.append(Text(line, _LEFT, top + 4, _SMALL, "start", _GREY))
         top += _SMALL * _LINE
     return boxes, texts, top + 8
@@ -200,7 +200,7 @@ def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
     kinds = {cell.action.kind for panel in panels for cell in panel.cells}
     most = max(panel.most for panel in panels)
     for kind in [kind for kind in WORDS if kind in kinds]:
-        yield [*painted(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {WORDS[kind]}"
+        yield [*paint(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {WORDS[kind]}"
     wrong = any(panel.wrong for panel in panels)
     others = (
         ("run as one", _SAMPLE._replace(edge=BLACK, edge_width=1.1), any(panel.pairs for panel in panels)),

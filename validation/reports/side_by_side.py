@@ -1,4 +1,4 @@
-"""Two schedules that do the same work: their timelines in one unit, and their numbers side by side."""
+"""Two schedules with the same work: timelines in one unit, and numbers side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from pipeproof.reports.columns import Column, table
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Two simulations of one model, by name: a stage of S takes ``parts`` / S units, and leaves as much memory."""
+    """Two simulations for one model, by name: a stage of S takes ``parts`` / S units, and as much memory."""
 
     parts: int
     timelines: dict[str, Timeline]
 
     @classmethod
     def of(cls, schedules: Sequence[Schedule], times: Times) -> "SideBySide":
-        """Simulate each of two ``schedules``; ``times`` are those of the smaller stages' common part."""
+        """Simulate each of two ``schedules``; ``times``: of the smaller stages' common part."""
         parts = lcm(*(schedule.n_stages for schedule in schedules))
         timelines: dict[str, Timeline] = {}
         for schedule in schedules:
@@ -33,24 +33,24 @@ class SideBySide:
 
     @property
     def traces(self) -> dict[str, Trace]:
-        """The timelines to be drawn."""
+        """Timelines for drawing."""
         return {name: trace_of(timeline) for name, timeline in self.timelines.items()}
 
     def text(self, width: int | None = None) -> str:
-        """The numbers of both, and in what they are counted."""
+        """Numbers of both, and their unit."""
         rows = []
         for what, (one, share), (other, beside) in zip(
             _ROWS, *map(self._numbers, self.timelines.values()), strict=True
         ):
             change = f" ({(other - one) / one:+.1%})" if one else ""
-            told = f"{other - one:+g}{change}" if other != one else "0"
-            rows.append((what, f"{one:g}", share, f"{other:g}", beside, told))
+            change_text = f"{other - one:+g}{change}" if other != one else "0"
+            rows.append((what, f"{one:g}", share, f"{other:g}", beside, change_text))
         both = ((Column(name, right=True), Column("", right=True, drop=2)) for name in self.timelines)
         columns = [Column(""), *chain.from_iterable(both), Column("difference", right=True, drop=1)]
         return f"{table(columns, rows, width)}\n{self._explained}"
 
     def _numbers(self, timeline: Timeline) -> list[tuple[float, str]]:
-        """Every row's number, and the share of the makespan that it is where that tells something."""
+        """Every row's number, and its share of the makespan if meaningful."""
         size = self.parts / timeline.schedule.n_stages
         return [
             (timeline.makespan, ""),
@@ -62,7 +62,7 @@ class SideBySide:
 
     @property
     def unit(self) -> str:
-        """What time is counted in."""
+        """Unit of time."""
         alike = len({timeline.schedule.n_stages for timeline in self.timelines.values()}) == 1
         return "" if alike else f"T_F, T_I and T_W of 1/{self.parts} of the model"
 

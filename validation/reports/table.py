@@ -1,4 +1,4 @@
-"""Tables of what commands found: a line per verdict, and where the time of ranks went."""
+"""Tables for commands: a line per verdict, and the ranks' time."""
 
 from collections.abc import Sequence
 
@@ -30,24 +30,24 @@ COLUMNS = (
 
 
 def line(case: Case, verdict: Verdict, width: int | None = None) -> str:
-    """One line of the table of ``COLUMNS``, fit for so many columns of a terminal.
+    """Format one line under ``COLUMNS``, for a terminal of ``width`` columns.
 
-    losses and params are how many were compared over the whole plan; worst err and norm err are relative, 0 where
-    every bit agreed; floor is what rounding alone does to the worst gradient, or, where all bits agree, to any.
+    losses and params count comparisons over the whole plan; worst err and norm err are relative, 0 if every bit agreed;
+    floor is the rounding of the worst gradient, or, if all bits agree, of any.
     """
     sizes = (case.ranks, case.virtual, case.microbatches)
     cells = [case.built.name, case.model, case.dtype, *map(str, sizes), ",".join(map(str, case.split))]
-    return row(COLUMNS, [*cells, *compared(verdict, "loss", "gradient"), *outcome(verdict)], width)
+    return row(COLUMNS, [*cells, *count_compared(verdict, "loss", "gradient"), *outcome(verdict)], width)
 
 
-def compared(verdict: Verdict, *laws: str) -> list[str]:
-    """How many things were compared for each of ``laws``; a step that cannot be compared has none of them."""
+def count_compared(verdict: Verdict, *laws: str) -> list[str]:
+    """Count comparisons for each of ``laws``; a dash for a step without a comparison."""
     checked = {law.name: str(law.checked) for law in verdict.laws}
     return [checked.get(name, "-") for name in laws]
 
 
 def outcome(verdict: Verdict) -> list[str]:
-    """The cells that every table ends with: tier, worst error, floor, error of the norm, verdict, time."""
+    """Common last cells of tables: tier, worst error, floor, norm error, verdict, time."""
     found = {law.name: law for law in verdict.laws}
     errors = ["-"] * 3
     if gradient := found.get("gradient"):
@@ -58,7 +58,7 @@ def outcome(verdict: Verdict) -> list[str]:
 
 
 def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
-    """The last line of a table; ``left_out`` schedules were asked for and not run."""
+    """The last line of a table; ``left_out``: the number of schedules that did not run."""
     words = ("pass", "fail", "unknown", "error", "hang")
     counts = {word: sum(v.word == word for v in verdicts) for word in words}
     bitwise = sum(v.tier == "bitwise" for v in verdicts)
@@ -71,13 +71,13 @@ _RANK = Column("rank", right=True)
 
 
 def profile_table(profiles: Sequence[Profile], width: int | None = None) -> str:
-    """A line per rank: milliseconds, and the share of the step."""
+    """Format a line per rank: milliseconds, and the share of the step."""
     columns = [_RANK, *_spent("step"), Column("other", right=True, drop=4)]
     return table(columns, [[str(one.rank), *_times(one)] for one in profiles], width)
 
 
-def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], width: int | None = None) -> str:
-    """Two lines per rank: where the time went, and where the simulator has it go."""
+def table_of_times(measured: Sequence[Profile], simulated: Sequence[Profile], width: int | None = None) -> str:
+    """Format two lines per rank: measured times, and simulated ones."""
     rows = []
     for one, other in zip(measured, simulated, strict=True):
         rows += [[str(one.rank), "measured", *_times(one)[:-1]], ["", "simulated", *_times(other)[:-1]]]
@@ -85,7 +85,7 @@ def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], wi
 
 
 def _spent(whole: str) -> list[Column]:
-    """The columns of what a step took; idle time stays."""
+    """Columns of a step's times; idle time stays."""
     drops = {whole: 2, "compute": 1, "communication": 3, "idle": 0}
     return [Column(name, right=True, drop=drop) for name, drop in drops.items()]
 

@@ -1,4 +1,4 @@
-"""Files from ``templates/``: pages, pictures and reports, in which whatever is not of a template is escaped."""
+"""Files from ``templates/``: pages, pictures and reports, with all inserted values escaped."""
 
 from functools import cache
 from importlib.resources import files
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def rendered(template: str, **values: object) -> str:
-    """The file that ``template`` makes of ``values``."""
+def render(template: str, **values: object) -> str:
+    """Render ``template`` with ``values``."""
     return _environment().get_template(template).render(values)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while commands run: lines and progress. Only rank 0 of a launcher speaks."""
+"""Terminal output of commands: lines and progress. Only rank 0 of a launcher speaks."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,9 @@ _STYLES |= {"error": "bold red", "hang": "bold red", "same": "green", "different
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command speaks. ``quiet``: no details and no progress; ``verbose``: what else there is to say.
+    """A command's manner of speaking. ``quiet``: no details and no progress; ``verbose``: everything.
 
-    ``aside``: on standard error, as a file that it writes has standard output.
+    ``aside``: on standard error, since a file takes standard output.
     """
 
     color: Literal["auto", "always", "never"] = "auto"
@@ -32,7 +32,7 @@ class Manner:
     aside: bool = False
 
     def console(self, *, stderr: bool) -> Console:
-        """A console of rich in this manner."""
+        """Return a rich console in this manner."""
         plain = self.color == "never" or (self.color == "auto" and bool(os.environ.get("NO_COLOR")))
         system: Literal["auto"] | None = None if plain else "auto"
         forced = True if self.color == "always" else None
@@ -53,7 +53,7 @@ _manner: ContextVar[Manner] = ContextVar("_manner", default=_PLAIN)
 
 @contextmanager
 def speaking(manner: Manner) -> Iterator[None]:
-    """Every ``Terminal`` made in the block is of this manner."""
+    """Give every ``Terminal`` made in the block this manner."""
     token = _manner.set(manner)
     try:
         yield
@@ -62,7 +62,7 @@ def speaking(manner: Manner) -> Iterator[None]:
 
 
 class Terminal:
-    """Standard output for results, standard error for progress, which shows only where somebody watches."""
+    """Standard output for results, standard error for progress, shown only on a terminal."""
 
     def __init__(self) -> None:
         self.manner = _manner.get()
@@ -71,33 +71,33 @@ class Terminal:
 
     @property
     def width(self) -> int | None:
-        """How many columns there are; None where no terminal shows them, so that all is written."""
+        """Number of columns; None without a terminal, so that everything is written."""
         return self._out.width if self._out.file.isatty() else None
 
     def say(self, text: str, outcome: str = "") -> None:
-        """One or more lines; the word ``outcome`` is coloured where it stands."""
+        """Print one or more lines; the word ``outcome`` is coloured."""
         line = Text(text)
         if outcome:
             line.highlight_regex(rf"\b({outcome}|{outcome.upper()})\b", _STYLES[outcome])
         self._out.print(line)
 
     def detail(self, text: str, outcome: str = "") -> None:
-        """As ``say``, of what nobody misses who wants to see only what is wrong, and how it ended."""
+        """Print a detail, unless quiet: for readers who want more than faults and the result."""
         if not self.manner.quiet:
             self.say(text, outcome)
 
     def tell(self, text: str, outcome: str = "", *, passed: bool) -> None:
-        """A detail where it ``passed``, and said in any case where it did not."""
+        """Print a detail if it ``passed``, and always otherwise."""
         (self.detail if passed else self.say)(text, outcome)
 
     def verdict(self, verdict: Verdict) -> None:
-        """The screen of a verdict, or all that it has where more is asked for."""
+        """Print a verdict's screen, or all details on request."""
         self.say(verdict.details if self.manner.verbose else str(verdict), verdict.word)
 
     def in_turn(self, runs: Sequence[tuple[str, Callable[[], T]]], *, start: str = "", of: int = 0) -> Iterator[T]:
-        """What each of ``runs`` gives, one after the other; its title and number show meanwhile.
+        """Run each of ``runs`` in turn, and yield its result; its title and number show meanwhile.
 
-        ``start``: what stands before the number. ``of``: how many there are, if more than these.
+        ``start``: text before the number. ``of``: their total, if more than these.
         """
         for number, (title, run) in enumerate(runs, start=1):
             with self.progress(f"{start}{number} of {of or len(runs)}: {title}"):
@@ -106,8 +106,8 @@ class Terminal:
 
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:
-        """A line that is gone after the block; call what it yields to replace it meanwhile."""
-        # Where nobody watches rich would write there all the same: nothing, which fails on a full disk.
+        """Show a line during the block; call the yielded function to replace it."""
+        # Without a terminal rich would still write an empty string, which fails on a full disk.
         if self.manner.quiet or not self._err.file.isatty():
             yield lambda text: None
             return

@@ -1,7 +1,7 @@
-"""Steps of your own: ``validate`` judges one on real ranks beside the reference, by what it hands back.
+"""Validate custom steps: ``validate`` compares results from real ranks with the reference.
 
-A wing may give more names: ``mutate`` says what your own test of a step tests. All of it loads when first used: a rank
-needs no judge.
+A wing may add names: ``mutate`` measures what a step's own test detects. All names load on first use: ranks need no
+judge.
 """
 
 import importlib
@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.extensions import extension, names
 
 if TYPE_CHECKING:
-    from pipeproof.core.observe.watching import watch as watch
     from pipeproof.whitebox.handed_back import FlatShard as FlatShard
-    from pipeproof.whitebox.handed_back import HandedBack as HandedBack
     from pipeproof.whitebox.handed_back import Operation as Operation
     from pipeproof.whitebox.validator import WhiteBox as WhiteBox
     from pipeproof.whitebox.validator import validate as validate
 
 _HOMES = {
     "FlatShard": "whitebox.handed_back",
-    "HandedBack": "whitebox.handed_back",
     "Operation": "whitebox.handed_back",
     "WhiteBox": "whitebox.validator",
     "validate": "whitebox.validator",
-    "watch": "core.observe.watching",
 }
 
 __all__ = [*_HOMES, *names("whitebox")]

@@ -1,4 +1,4 @@
-"""Where the tensors at the boundaries of stages pass in the reference, by structure: for a diagnosis alone."""
+"""Locate boundary tensors in the reference by structure: for diagnosis alone."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,45 +9,45 @@ from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEI
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.handed_on import Cut
 from pipeproof.whitebox.call_matching import Column
-from pipeproof.whitebox.survey import REPLICA, Both, handed_on
+from pipeproof.whitebox.survey import REPLICA, Both, flow_place
 
-_FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # the tensor that a gradient is of
+_FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # from a gradient's point to its tensor's
 _FLOWS = {MADE: (RECEIVED, "output gradient"), GIVEN: (HANDED_ON, "input gradient")}
 Stages = Mapping[int, Sequence[Column]]
 Cuts = Mapping[int, Cut]
 
 
 def place_by_structure(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> dict[int, list[Column]]:
-    """The columns of every stage, with places by structure for what has none of its own: for a diagnosis alone.
+    """Return each stage's columns, placing unplaced ones by structure: for diagnosis alone.
 
-    A gradient is at its tensor's place even where it is like that of another, and is missed where it never came. Of
-    some a stage has a part: ``note`` notes those parts among the places of gradients.
+    A gradient takes its tensor's place even if it resembles another, and a missing one is noticed. ``note`` records
+    partial gradients among gradient places.
     """
-    tensors = {stage: [_settled(one, stage, stages) for one in columns] for stage, columns in stages.items()}
+    tensors = {stage: [_settle(one, stage, stages) for one in columns] for stage, columns in stages.items()}
     cuts, divided = _cuts(tensors, places)
     note(cuts)
     flows = {stage: _GradientFlow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
-    scale = _scale({stage: [flow.settled(one) for one in tensors[stage]] for stage, flow in flows.items()})
+    scale = _scale({stage: [flow.settle(one) for one in tensors[stage]] for stage, flow in flows.items()})
     for stage, flow in flows.items():
-        settled = [replace(flow, scale=scale).settled(one) for one in tensors[stage]]
-        tensors[stage] = [*settled, *flow.missed(settled)]
+        settled = [replace(flow, scale=scale).settle(one) for one in tensors[stage]]
+        tensors[stage] = [*settled, *flow.missing_columns(settled)]
     return tensors
 
 
 def _scale(stages: Stages) -> str | None:
-    """Whether gradients flow as those of a replica, or as those of all: as the one nearest to the loss tells."""
+    """Return the gradients' scale, per replica or total, from the one nearest to the loss."""
     for _, columns in sorted(stages.items(), reverse=True):
         for column in sorted(columns, key=lambda one: one.where != RECEIVED):
-            told = {REPLICA if place.endswith(REPLICA) else "" for place in column.own}
-            if column.where in _FLOWING and column.judged and len(told) == 1:
-                return told.pop()
+            scales = {REPLICA if place.endswith(REPLICA) else "" for place in column.own}
+            if column.where in _FLOWING and column.judged and len(scales) == 1:
+                return scales.pop()
     return None
 
 
-def _settled(column: Column, stage: int, stages: Stages) -> Column:
-    """``column`` of tensors at the place that its neighbours tell, where its own content tells none.
+def _settle(column: Column, stage: int, stages: Stages) -> Column:
+    """Place a tensor column by its neighbours, if its own content does not.
 
-    Nor does it where it is what comes in beside it, and the stage before hands on two.
+    Also applies if a neighbouring input has the same content, and the previous stage hands on two tensors.
     """
     beside = [one for one in stages[stage] if (one.where, one.number) < (column.where, column.number)]
     before = [one for one in stages.get(stage - 1, ()) if (one.where, one.number) == (MADE, column.number)]
@@ -62,7 +62,7 @@ def _settled(column: Column, stage: int, stages: Stages) -> Column:
 
 
 def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
-    """What is made from a tensor, what it is made from, and where other stages have theirs of the same number."""
+    """Yield places of the tensor's products, its sources, and equally numbered tensors in other stages."""
     number = column.number
     if column.where == MADE:
         yield from _at(stages, stage + 1, GIVEN, number)
@@ -73,7 +73,7 @@ def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
         yield from _at(stages, stage - 1, MADE, number)
         if column.where == GIVEN:
             yield from _free(stages, stage)
-        # What comes into a later stage beside what flows is data of the model's; numbers may also be what flows.
+        # Besides flowing tensors, a later stage receives model data; numbers may be either.
         for other in stages if column.is_whole_numbers else filter(None, stages):
             yield from (place for place in _at(stages, other, GIVEN, number) if place.startswith(INPUT))
     else:
@@ -81,7 +81,7 @@ def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
 
 
 def _free(stages: Stages, stage: int) -> list[str]:
-    """Where the stage before has what it hands on, if that is one place alone which no input of ``stage`` is at."""
+    """Return the previous stage's single output place, if no input of ``stage`` uses it."""
     taken = {one.place for one in stages[stage] if one.where == GIVEN}
     made = {one.place for one in stages.get(stage - 1, ()) if one.where == MADE and one.place} - taken
     return list(made) if len(made) == 1 else []
@@ -98,9 +98,9 @@ def _fits(column: Column, place: str) -> bool:
 
 
 def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[str]]]:
-    """The places of tensors of whose gradient each stage may hand on a part alone, and the stages where it is known.
+    """Return places whose gradients may be partial per stage, and stages known to split them.
 
-    Such a tensor comes into several stages, or beside another one, which may be made of it.
+    Such a tensor enters several stages, or enters beside another tensor possibly made from it.
     """
     _, backward = places
     at = {
@@ -124,9 +124,9 @@ def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[st
 
 @dataclass(frozen=True)
 class _GradientFlow:
-    """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone.
+    """A stage's gradients, with settled tensors; at ``divided`` places they may be partial.
 
-    ``scale``: that of all gradients of the step; None: either.
+    scale: the step's gradient scale; None: either.
     """
 
     stage: int
@@ -135,8 +135,8 @@ class _GradientFlow:
     divided: frozenset[str]
     scale: str | None = None
 
-    def settled(self, column: Column) -> Column:
-        """``column`` of gradients at the place of the tensors that they are of."""
+    def settle(self, column: Column) -> Column:
+        """Place a gradient column at its tensor's place."""
         tensor = self._of.get((_FLOWING.get(column.where, ""), column.number))
         if tensor is None or not tensor.place:
             return column
@@ -149,8 +149,8 @@ class _GradientFlow:
         expected = [place + scales[0] for place in places if place + scales[0] in column.places]
         return replace(column, own=tuple(own) or column.own, place=[*own, *expected, *places][0], judged=bool(own))
 
-    def missed(self, came: Sequence[Column]) -> Iterator[Column]:
-        """A column of nothing for each gradient that the reference has and that no call was observed to have."""
+    def missing_columns(self, came: Sequence[Column]) -> Iterator[Column]:
+        """Yield an empty column for each reference gradient without an observation."""
         forward, backward = self.places
         there = {(one.where, one.number) for one in came}
         for tensor in self._of.values():
@@ -164,14 +164,14 @@ class _GradientFlow:
                 )
 
     def _places(self, tensor: Column) -> Sequence[str]:
-        """Where the gradient of ``tensor`` passes; nowhere if a part of it passes here, and it is not known which."""
+        """Return the gradient's places for ``tensor``; none for an unknown part."""
         _, backward = self.places
         if tensor.place not in self.divided:
             return tensor.place, *tensor.own
-        part = handed_on(tensor.place, self.stage)
+        part = flow_place(tensor.place, self.stage)
         return (part,) if part in backward else ()
 
     @property
     def _of(self) -> Mapping[tuple[str, int], Column]:
-        """The tensors."""
+        """Tensor columns by point and number."""
         return {(one.where, one.number): one for one in self.columns if one.kind is Kind.FORWARD}

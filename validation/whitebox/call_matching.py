@@ -1,4 +1,4 @@
-"""Which microbatch each call of a watched stage was about: told by content, by its neighbours, or not at all."""
+"""Match watched calls with microbatches: by content, by neighbours, or not at all."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,17 +10,17 @@ from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.core.observe.sketch import Sketch
-from pipeproof.explain.sketches import recognised
+from pipeproof.explain.sketches import recognise
 from pipeproof.pipeline.action import Kind
 from pipeproof.whitebox.survey import Both, Places
 
 
 @dataclass(frozen=True)
 class Column:
-    """One tensor of every call, and where in the reference it passes.
+    """One tensor across all calls, with its place in the reference.
 
-    ``places`` are those of its flow, ``elsewhere`` those of the other. ``own`` are the places that its content tells;
-    ``place`` is the one where it should pass, empty if that is unknown; ``judged`` only where its content tells it.
+    places: its flow's places; elsewhere: the other flow's. own: places implied by content. place: expected place; empty
+    if unknown. judged: only if content implies it.
     """
 
     kind: Kind
@@ -36,28 +36,28 @@ class Column:
 
     @property
     def known(self) -> Mapping[int, Sketch]:
-        """What passes there in the reference, by microbatch."""
+        """Reference tensors at its place, by microbatch."""
         return self.places.get(self.place, {})
 
     @property
     def is_whole_numbers(self) -> bool:
-        """Whether no gradient can flow through it, as through words, positions and masks."""
+        """True for integers, which carry no gradient: words, positions, masks."""
         return not any(one is not None and one.dtype.is_floating_point for one in self.observed)
 
     def owners(self, observed: Sketch | None) -> set[int]:
-        """The microbatches whose tensor ``observed`` is."""
+        """Return microbatches whose tensor equals ``observed``."""
         return set() if observed is None else {number for number, one in self.known.items() if observed.is_like(one)}
 
     def makers(self, observed: Sketch | None) -> set[int]:
-        """The microbatches of whose tensor ``observed`` was made, and which it still shows."""
-        return set() if observed is None else recognised(observed, self.known)
+        """Return microbatches whose tensor produced ``observed`` recognisably."""
+        return set() if observed is None else recognise(observed, self.known)
 
 
 @dataclass(frozen=True)
 class CallOrder:
-    """The microbatch of every call of a stage, ``UNKNOWN_MICROBATCH`` where nothing tells it.
+    """Microbatch per call, ``UNKNOWN_MICROBATCH`` if unknown.
 
-    ``left`` are those of no call. ``inferred``: of calls whose own tensors do not tell it, what does.
+    left: microbatches without a call. inferred: reasons for numbers from other evidence than the call's own tensors.
     """
 
     numbers: tuple[int, ...]
@@ -66,13 +66,13 @@ class CallOrder:
 
     @property
     def complete(self) -> bool:
-        """Whether the calls of which nothing tells the microbatch can be those of what is left, one each."""
-        told = [number for number in self.numbers if number != UNKNOWN_MICROBATCH]
-        return len(told) == len(set(told)) and len(self.numbers) == len(told) + len(self.left)
+        """True if unknown calls and missing microbatches match in number."""
+        known = [number for number in self.numbers if number != UNKNOWN_MICROBATCH]
+        return len(known) == len(set(known)) and len(self.numbers) == len(known) + len(self.left)
 
 
 def columns_of(calls: Sequence[Call], places: Both) -> Iterator[Column]:
-    """Every tensor at the boundary, by its content at the place where most of it passes in the reference."""
+    """Yield boundary tensors, each placed where most calls match the reference."""
     forward, backward = places
     flows = (forward, backward), (backward, forward)
     for kind, where, what, part, (known, other) in (
@@ -91,11 +91,11 @@ def columns_of(calls: Sequence[Call], places: Both) -> Iterator[Column]:
             yield Column(kind, where, name, number, observed, known, other, own, own[0] if own else "", bool(own))
 
 
-def without_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
-    """``calls`` but for those beside a microbatch's own: that add nothing, as a metric's or padding, and a trial's.
+def drop_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
+    """Drop calls beyond the microbatches: metrics, padding, and shape probes.
 
-    A trial is a first call too many, by which a runtime learns shapes; or it is about no microbatch, where others are
-    about each. Were any of these more than that, the gradients would show it.
+    A probe is a surplus first call, or one without a microbatch where all others have one. A call with other effects
+    would show in gradients.
     """
     if len(calls) <= microbatches:
         return calls
@@ -113,13 +113,16 @@ def without_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, CallOrder]:
-    """The order of every stage: by content that is a microbatch's own, by what one stage handed the next, then by what
-    only looks like a microbatch's, then by what was handed back, and by what is left."""
+    """Return each stage's call order.
+
+    Evidence, strongest first: unique content, tensors passed forward, similar content, tensors passed back,
+    elimination.
+    """
     found: dict[int, list[int | None]] = {stage: [None] * len(calls) for stage, (calls, _) in stages.items()}
     inferred: dict[int, dict[int, str]] = {stage: {} for stage in stages}
     pairs = {pair: tuple(stages[stage][0] for stage in pair) for pair in pairwise(sorted(stages)) if _next(pair)}
-    there = {pair: _handed(*calls, back=False) for pair, calls in pairs.items()}
-    passed = {pair: _handed(*calls, back=True) for pair, calls in pairs.items()}
+    there = {pair: _pairs_between(*calls, back=False) for pair, calls in pairs.items()}
+    passed = {pair: _pairs_between(*calls, back=True) for pair, calls in pairs.items()}
     for fill in _FILLS:
         for stage, (_, columns) in stages.items():
             fill(found[stage], columns)
@@ -138,7 +141,7 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
 
 
 def by_content(columns: Sequence[Column], calls: int) -> list[int | None]:
-    """The microbatch of each call whose own tensors tell it."""
+    """Return each call's microbatch, if its own tensors imply one."""
     found: list[int | None] = [None] * calls
     for fill in _FILLS:
         fill(found, columns)
@@ -146,10 +149,9 @@ def by_content(columns: Sequence[Column], calls: int) -> list[int | None]:
 
 
 def _by_inputs(found: list[int | None], columns: Sequence[Column], *, level: int) -> None:
-    """Give calls the microbatch of which all is that came in.
+    """Assign calls by inputs from a single microbatch.
 
-    From level 1 on, where tensors of several came in, one of those that most of these are of; at level 2 also where it
-    is not known of all.
+    From level 1 on, a majority among the inputs suffices; at level 2 some inputs may be unknown.
     """
     for call in _open(found):
         sets = _owners(columns, call)
@@ -161,13 +163,13 @@ def _by_inputs(found: list[int | None], columns: Sequence[Column], *, level: int
             found[call] = next(iter(common))
         elif level and not common:
             times = Counter(chain.from_iterable(known))
-            found[call] = _chosen(call, {number for number in times if times[number] == max(times.values())}, found)
+            found[call] = _choose(call, {number for number in times if times[number] == max(times.values())}, found)
 
 
-def _shown(found: list[int | None], columns: Sequence[Column]) -> None:
-    """Give calls the microbatch that anything of theirs shows: none that others have, where theirs only looks like it.
+def _match_shown(found: list[int | None], columns: Sequence[Column]) -> None:
+    """Assign calls by any matching tensor. Mere similarity never takes a number already in use.
 
-    Equal microbatches cannot be told apart: a call that may be any of several takes its own number if it can.
+    Equal microbatches look alike: an ambiguous call takes its own index if possible.
     """
     sure = {number for number in found if number is not None}
     candidates = {call: _candidates(columns, call, sure) for call in _open(found)}
@@ -175,31 +177,31 @@ def _shown(found: list[int | None], columns: Sequence[Column]) -> None:
         found[call] = next(iter(those)) if len(those) == 1 else None
     for call, those in candidates.items():
         if len(those) > 1:
-            found[call] = _chosen(call, those, found)
+            found[call] = _choose(call, those, found)
 
 
 def _open(found: Sequence[int | None]) -> list[int]:
     return [call for call, number in enumerate(found) if number is None]
 
 
-def _chosen(call: int, those: set[int], found: Sequence[int | None]) -> int:
+def _choose(call: int, those: set[int], found: Sequence[int | None]) -> int:
     free = sorted(those - set(found)) or sorted(those)
     return call if call in free else free[0]
 
 
 def _owners(columns: Sequence[Column], call: int) -> list[set[int]]:
-    """The microbatches of each tensor that came in."""
+    """Return candidate microbatches per input."""
     return [column.owners(column.observed[call]) for column in columns if column.where == GIVEN]
 
 
 def _candidates(columns: Sequence[Column], call: int, sure: Collection[int] = ()) -> set[int]:
-    """What came in tells first, then what went out, then what that was made of, then what flowed back.
+    """Return candidates from inputs, then outputs, then their sources, then gradients.
 
-    Some tensors look by chance as if they were made of one that another call, of those that are ``sure``, had.
-    Where a microbatch's tensor is another's too, those that come after it decide between them.
+    Chance may make a tensor resemble the source in another, ``sure`` call. Tensors shared by microbatches leave the
+    decision to later ones.
     """
     found: set[int] = set()
-    for told, where in (
+    for related, where in (
         (Column.owners, (GIVEN,)),
         (Column.owners, (MADE,)),
         (Column.makers, (GIVEN,)),
@@ -207,10 +209,10 @@ def _candidates(columns: Sequence[Column], call: int, sure: Collection[int] = ()
         (Column.owners, (KEPT,)),
         (Column.owners, (RECEIVED, HANDED_ON)),
     ):
-        if len(found) == 1 or (found and told is Column.makers):
+        if len(found) == 1 or (found and related is Column.makers):
             continue
-        others = set(sure) if told is Column.makers else set[int]()
-        shown = (told(column, column.observed[call]) - others for column in columns if column.where in where)
+        others = set(sure) if related is Column.makers else set[int]()
+        shown = (related(column, column.observed[call]) - others for column in columns if column.where in where)
         sets = [owners for owners in shown if owners]
         common = set.intersection(*sets) if sets else set()
         found = (found & common or found) if found else common
@@ -221,7 +223,7 @@ _FILLS: Sequence[Callable[[list[int | None], Sequence[Column]], None]] = (
     partial(_by_inputs, level=0),
     partial(_by_inputs, level=1),
     partial(_by_inputs, level=2),
-    _shown,
+    _match_shown,
 )
 
 
@@ -229,10 +231,10 @@ def _next(pair: tuple[int, int]) -> bool:
     return pair[1] == pair[0] + 1
 
 
-def _handed(before: Sequence[Call], after: Sequence[Call], *, back: bool) -> list[tuple[int, int]]:
-    """Calls of a stage and of the one after it between which a tensor passed that no others have, bit for bit.
+def _pairs_between(before: Sequence[Call], after: Sequence[Call], *, back: bool) -> list[tuple[int, int]]:
+    """Pair calls in adjacent stages by unique tensors passed between them, bit for bit.
 
-    Not those that had tensors of several. ``back``: on the way back, too, where a graph may have been another's.
+    Excludes calls with tensors from several others. ``back``: include gradients, where graphs may be mixed up.
     """
     down = [_tensors(call.outputs, call.output_gradients if back else {}) for call in before]
     up = [_tensors(call.inputs, call.input_gradients if back else {}) for call in after]
@@ -244,7 +246,7 @@ def _handed(before: Sequence[Call], after: Sequence[Call], *, back: bool) -> lis
 
 
 def _tensors(forward: Sequence[Sketch], backward: Mapping[int, Sketch]) -> set[tuple[Kind, bytes]]:
-    """What is not zero: that is no call's own."""
+    """Return nonzero contents: zeros identify no call."""
     flows = ((Kind.FORWARD, forward), (Kind.BACKWARD, backward.values()))
     return {(kind, one.digest) for kind, sketches in flows for one in sketches if one.norm}
 
@@ -254,21 +256,21 @@ def _link(
     passed: Mapping[tuple[int, int], Sequence[tuple[int, int]]],
     inferred: Mapping[int, dict[int, str]],
 ) -> bool:
-    """Give calls the microbatch of the one that they had a tensor from, or gave one; whether there was any."""
+    """Number calls by their paired calls. True after any change."""
     some = False
     for (before, after), pairs in passed.items():
         for ends in (((before, k), (after, j)) for k, j in pairs):
             for (stage, call), (other, its) in (ends, ends[::-1]):
                 if found[stage][call] is None and found[other][its] is not None:
                     found[stage][call], some = found[other][its], True
-                    inferred[stage][call] = f"what passed between it and stage {other} tells it"
+                    inferred[stage][call] = f"it follows from what passed between it and stage {other}"
     return some
 
 
 def _eliminate(
     found: Mapping[int, list[int | None]], microbatches: int, inferred: Mapping[int, dict[int, str]]
 ) -> bool:
-    """Give the one call that is left the one microbatch that is left; whether there was any."""
+    """Give a stage's last call the last microbatch. True after a change."""
     for stage, numbers in found.items():
         left = set(range(microbatches)) - set(numbers)
         if len(numbers) == microbatches and len(left) == 1 == numbers.count(None):

@@ -1,4 +1,4 @@
-"""What must hold of what several ranks have of one stage, or what one has before and after an operation."""
+"""Claims between ranks about a shared stage, or before and after an operation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,22 +7,22 @@ from torch import Tensor
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.observed import Claim
 from pipeproof.core.observe.recording import Site
-from pipeproof.core.observe.shards import Shard, gathered, untiled
+from pipeproof.core.observe.shards import Shard, find_untiled, join_shards
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error, same_bits, stands_for_none
 from pipeproof.whitebox.rank import ModulePart
 from pipeproof.whitebox.stages_in_order import PlacedStage
 
-Member = tuple[int, ModulePart]  # a rank, and what it handed back
+Member = tuple[int, ModulePart]  # a rank with its result
 
 
 def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) -> Iterator[Claim]:
-    """What must hold of parameter ``k`` of all ``members``, which is ``site``."""
+    """Yield claims about parameter ``k`` at ``site``, over all ``members``."""
     members = [(rank, part) for rank, part in members if k not in part.lacks]
     first = members[0][0]
     shards = [part.shards[k] for _, part in members if k in part.shards]
-    if any(shard.count or not shard.flat for shard in shards):  # else no rank has any gradient
-        wrong = untiled(shards) or _absent(k, members)
+    if any(shard.count or not shard.flat for shard in shards):  # otherwise no rank has a gradient
+        wrong = find_untiled(shards) or _absent(k, members)
         yield Claim("shards", first, site, not wrong, wrong, "parts that make up the whole")
     copies = replicas.copies or replicas.of
     present, count = sorted({copies[rank] for rank, _ in members}), max(copies) + 1
@@ -42,14 +42,14 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
 
 
 def began(part: ModulePart, k: int) -> bytes | None:
-    """The digest of weights before the operation; None where that is not known."""
+    """Return the starting weights' digest. None if unknown."""
     if k in part.values:
         return digest(part.values[k])
     return None if part.later else part.locals[k].content
 
 
 def _equal_weights(site: Site, k: int, members: Sequence[Member]) -> Iterator[Claim]:
-    """Whether those with the same of parameter ``k`` have the same after the step."""
+    """Yield claims that equal shards of parameter ``k`` stay equal after the step."""
     leaders: dict[Shard | None, tuple[int, Tensor]] = {}
     for rank, part in members:
         if k in part.after:
@@ -75,7 +75,7 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
 
 
 def _absent(k: int, members: Sequence[Member]) -> str:
-    """Which rank alone has no gradient for its shard, where others' are more than zeros."""
+    """Name a rank without a gradient for its shard, while others have nonzero ones."""
     holders = [(rank, part) for rank, part in members if part.shards[k].count]
     without = [rank for rank, part in holders if part.gradients[k] is None]
     some = any(not stands_for_none(part.gradients[k]) for _, part in holders)
@@ -83,17 +83,17 @@ def _absent(k: int, members: Sequence[Member]) -> str:
 
 
 def whole_gradient(k: int, holders: Sequence[ModulePart]) -> Tensor | None:
-    """A gradient: what the first of its holders has, or what shards make up."""
+    """Return a gradient from its first holder, or joined from shards."""
     if k not in holders[0].shards:
         return holders[0].gradients[k]
     lying = [(part.shards[k], part.gradients[k]) for part in holders if k in part.shards]
-    return holders[0].gradients[k] if untiled([shard for shard, _ in lying]) else gathered(lying)
+    return holders[0].gradients[k] if find_untiled([shard for shard, _ in lying]) else join_shards(lying)
 
 
-def left_alone(stage: PlacedStage, operation: str) -> Iterator[Claim]:
-    """What an operation without an update leaves as it was: weights, and of an evaluation gradients, too.
+def claim_unchanged(stage: PlacedStage, operation: str) -> Iterator[Claim]:
+    """Yield claims that an operation without an update keeps weights, and an evaluation also gradients.
 
-    It holds for parameters of ``stage`` that it was observed to use and has whole.
+    Covers parameters in ``stage`` that were used and are whole.
     """
     noun = {"eval": "evaluation", "accumulate": "accumulation"}[operation]
     for rank, part in stage.part.members:

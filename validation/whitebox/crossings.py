@@ -1,4 +1,4 @@
-"""What passed the boundaries of watched stages, call by call, and whether it is the reference's."""
+"""Compare watched boundary tensors with the reference, call by call."""
 
 import math
 import statistics
@@ -18,17 +18,17 @@ from pipeproof.explain.limits import LEFT
 from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.whitebox.boundary_places import Cuts, place_by_structure
-from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, orders, without_extra
+from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, drop_extra, orders
 from pipeproof.whitebox.survey import Both, is_part
 
-_FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
+_FAINT = 10.0  # times the rounding limit: a stage may amplify an earlier error so far
 
 
 def _no_note(cuts: Cuts) -> None:
-    """Notes nothing."""
+    """Ignore cuts."""
 
 
-def passed(
+def find_passages(
     lines: Sequence[Mapping[int, Sequence[Call]]],
     microbatches: int,
     places: Both,
@@ -36,15 +36,14 @@ def passed(
     *,
     scaled: float = 1.0,
 ) -> list[dict[int, Passed]]:
-    """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
+    """Return boundary observations by stage, per line. ``places``: tensor and gradient places in the reference.
 
-    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``scaled``: what losses are said to
-    be multiplied by.
+    note_handed_on: records partial gradients there. scaled: declared loss scale.
     """
     of = partial(_WatchedLine.of, microbatches=microbatches, places=places, scaled=scaled)
-    watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
-    late = watched[0].late  # ranks with the same stages divide alike
-    return [one.passed(late if near(one.late, late) else None) for one in watched]
+    watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # note once
+    late = watched[0].late  # ranks on one stage divide alike
+    return [one.find_passages(late if is_near(one.late, late) else None) for one in watched]
 
 
 Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
@@ -52,7 +51,7 @@ Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
 
 @dataclass(frozen=True)
 class _WatchedLine:
-    """The calls of one line of ranks, of every stage with their tensors and their order."""
+    """One line's calls by stage, with tensors and order."""
 
     stages: Stages
     orders: Mapping[int, CallOrder]
@@ -69,7 +68,7 @@ class _WatchedLine:
         note: Callable[[Cuts], None],
         scaled: float,
     ) -> Self:
-        own = {stage: without_extra(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+        own = {stage: drop_extra(calls, microbatches, places) for stage, calls in sorted(watched.items())}
         extra = {stage: _extra(watched[stage], calls) for stage, calls in own.items()}
         observed = {stage: list(columns_of(calls, places)) for stage, calls in own.items()}
         columns = place_by_structure(observed, places, note)
@@ -80,13 +79,13 @@ class _WatchedLine:
     def late(self) -> float | None:
         return _late(self.stages, self.orders, self.scaled)
 
-    def passed(self, late: float | None) -> dict[int, Passed]:
-        """What is known; ``late`` as in what crossings are judged by."""
-        sent = sent_by(self.stages, self.orders)
+    def find_passages(self, late: float | None) -> dict[int, Passed]:
+        """Return observations by stage; ``late``: see ``Context``."""
+        sent = collect_sent(self.stages, self.orders)
         return {
             stage: replace(
-                passed_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
-                detached=detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
+                passages_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
+                detached=find_detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
                 extra=self.extra[stage],
             )
             for stage, there in self.stages.items()
@@ -94,17 +93,17 @@ class _WatchedLine:
 
 
 def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
-    """How many of a stage's ``calls`` are not its ``own``, and how many of these may add to gradients."""
+    """Count calls beyond a stage's ``own``, and those that may add to gradients."""
     kept = set(map(id, own))
     others = [call for call in calls if id(call) not in kept]
     return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
 
 
 def _late(stages: Stages, orders: Mapping[int, CallOrder], scaled: float) -> float | None:
-    """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
+    """Return the common factor between gradients and the reference's, where a runtime may still divide them.
 
-    None where the content of any tells its place, or where they are no multiples. But where losses are said to be
-    ``scaled``, and any gradient is, so much is due: of one whose content tells its place that was forgotten.
+    None if any gradient's content has a known place, or without a common factor. With losses declared ``scaled``, one
+    gradient at that scale suffices: a gradient with a known place then lacks it.
     """
     flowing = [
         (stage, column)
@@ -121,15 +120,15 @@ def _late(stages: Stages, orders: Mapping[int, CallOrder], scaled: float) -> flo
         and (factor := observed.factor(column.known[number])) is not None
     ]
     if any(column.judged for _, column in flowing):
-        return scaled if scaled != 1.0 and any(near(factor, scaled) for factor in factors) else None
+        return scaled if scaled != 1.0 and any(is_near(factor, scaled) for factor in factors) else None
     common = statistics.median_low(factors) if factors else None
-    return common if sum(near(factor, common) for factor in factors) * 2 > len(factors) else None
+    return common if sum(is_near(factor, common) for factor in factors) * 2 > len(factors) else None
 
 
-def detached(before: Sequence[Call], calls: Sequence[Call], order: CallOrder) -> Mapping[int, frozenset[int]]:
-    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them.
+def find_detached(before: Sequence[Call], calls: Sequence[Call], order: CallOrder) -> Mapping[int, frozenset[int]]:
+    """Return inputs that lost their gradient requirement on the way, by microbatch.
 
-    Not what the stage before put out without one, too: that may be it.
+    Excludes tensors that the previous stage also returned without one.
     """
     made = {call.outputs[number].digest for call in before for number in call.giving}
     made -= {one.digest for call in before for number, one in enumerate(call.outputs) if number not in call.giving}
@@ -142,19 +141,19 @@ def detached(before: Sequence[Call], calls: Sequence[Call], order: CallOrder) ->
     return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
 
 
-def near(one: float | None, other: float | None) -> bool:
-    """Whether two factors are one, but for rounding."""
+def is_near(one: float | None, other: float | None) -> bool:
+    """True if two factors agree up to rounding."""
     return one is not None and other is not None and abs(one - other) <= LEFT * abs(other)
 
 
-_FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # what comes in was put out: how many stages further, and where
-Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and in words
+_FROM = {GIVEN: (-1, MADE), RECEIVED: (1, HANDED_ON)}  # sender for each received tensor: stages away, and its point
+Sent = Mapping[bytes, tuple[Point, str]]  # sent tensors by digest: point and words
 
 
-def sent_by(stages: Stages, orders: Mapping[int, CallOrder]) -> Sent:
-    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
+def collect_sent(stages: Stages, orders: Mapping[int, CallOrder]) -> Sent:
+    """Return each stage's sent tensors, right or wrong: a wrong input may be another's output.
 
-    Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
+    Excludes passed-through tensors, and tensors shared by several microbatches: they identify no origin.
     """
     found: dict[bytes, dict[str, tuple[Point, str]]] = {}
     for stage, (calls, columns) in stages.items():
@@ -171,8 +170,8 @@ def sent_by(stages: Stages, orders: Mapping[int, CallOrder]) -> Sent:
     return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
 
 
-def passed_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], context: "Context") -> Passed:
-    """What passed ``stage`` in its ``calls``, of whose tensors these are the ``columns``."""
+def passages_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], context: "Context") -> Passed:
+    """Return a stage's observations from its ``calls`` and ``columns``."""
     order = context.order
     numbered = list(zip(order.numbers, calls, strict=True))
     backs = sorted((end, number) for number, call in numbered for end in call.ran)
@@ -206,7 +205,7 @@ def passed_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], cont
 
 
 def _strange(observed: Sequence[Column], call: int) -> Iterator[Sketch]:
-    """The outputs of a call that have no place."""
+    """Yield a call's outputs without a place."""
     for column in observed:
         one = column.observed[call]
         if column.where == MADE and not column.place and one is not None:
@@ -219,10 +218,10 @@ def _at(where: str, observed: Sequence[Column]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing.
+    """Conditions for judging a stage's boundary tensors. ``late``: factor still to be divided out; None: none.
 
-    ``limits``: how far rounding may put a tensor, by where it is, its number and its call's; what is not there is to be
-    the same to the bit. None: half of the digits are as many as another kernel leaves.
+    limits: rounding limits by point, tensor number and call; absent ones must agree bit for bit. None: half the digits,
+    as other kernels need.
     """
 
     stage: int
@@ -232,7 +231,7 @@ class Context:
     limits: Mapping[tuple[str, int, int], float] | None = None
 
     def limit(self, column: Column, k: int, expected: Sketch) -> float:
-        """How far from what is ``expected`` the tensor of call ``k`` may be."""
+        """Return the allowed distance from ``expected`` for call ``k``."""
         if self.limits is None:
             return expected.limit
         return self.limits.get((column.where, column.number, k), 0.0)
@@ -256,21 +255,21 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     )
     if observed is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
         yield replace(crossing, really=_of_unknown(column, observed, context))
-    # An input that is still the one that the call had was not written to, whatever it is.
+    # An input that still equals the call's own was not overwritten, right or wrong.
     expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
     if expected is None or microbatch == UNKNOWN_MICROBATCH:
         return
     if observed is None:
-        # An input that is gone before the backward is none that it needs.
+        # An input freed before the backward was not needed by it.
         if column.where != KEPT and call.ran and not column.own and expected.norm:
             yield replace(crossing, really=Likeness("missing"))
         return
-    # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
+    # Half the digits exceed a narrower type, but a cast shows in each element.
     error, limit, exact = observed.distance(expected), context.limit(column, k, expected), observed.is_same(expected)
     little = error <= limit and (limit > 0 or context.limits is None)
     same = exact or (little and (_is_coarse(limit, observed) or not is_rounded_sketch(observed, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
-        same = (same and (near(context.late, 1.0) or not expected.norm)) or near(
+        same = (same and (is_near(context.late, 1.0) or not expected.norm)) or is_near(
             observed.factor(expected), context.late
         )
         exact = exact and same
@@ -281,19 +280,19 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
     )
     faint = not same and error <= _FAINT * limit
     other_form = context.limits is not None and really is not None and really.kind == "shape"
-    if other_form and not column.place.startswith(INPUT):  # data has its form
-        crossing = replace(crossing, judged=False)  # the stages may have filled it up, or cut it
+    if other_form and not column.place.startswith(INPUT):  # data keep their form
+        crossing = replace(crossing, judged=False)  # stages may have padded or trimmed it
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 
 
 def _is_coarse(limit: float, observed: Sketch) -> bool:
-    """Whether rounding alone may do as much as the narrower type that could hold ``observed``."""
+    """True if rounding alone reaches the narrower type's unit."""
     narrow = ROUNDED_TO.get(observed.narrow)
     return limit == math.inf or (narrow is not None and limit >= precision_of(narrow).unit)
 
 
 def _passes_on(call: Call, where: str, observed: Sketch) -> bool:
-    """Whether ``call`` puts out what it was given there, as it is: so that is found at every place after it."""
+    """True if ``call`` returns its received tensor unchanged, so that later places show it too."""
     out = {GIVEN: call.outputs, RECEIVED: [*call.input_gradients.values()]}.get(where, [])
     return observed.digest in {one.digest for one in out}
 
@@ -301,17 +300,17 @@ def _passes_on(call: Call, where: str, observed: Sketch) -> bool:
 def _really(
     column: Column, observed: Sketch, expected: Sketch, k: int, context: Context, *, passed_on: bool
 ) -> Likeness:
-    """What ``observed`` is, the one of call ``k``, in place of the expected one; ``passed_on``: it is put out, too."""
-    observed = observed.widened(expected.dtype)
+    """Identify ``observed`` in call ``k``, beside its expectation. ``passed_on``: the call also returns it."""
+    observed = observed.widen(expected.dtype)
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
-    told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
+    hint = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
     owners = sorted(
         m for m in column.owners(observed) - {microbatch} if is_far_nearer(observed, column.known[m], expected)
     )
-    if math.prod(observed.shape) == 1:  # one number is near others by chance
+    if math.prod(observed.shape) == 1:  # chance makes single numbers match
         owners = [one for one in owners if column.known[one].digest == observed.digest]
-    made = _empty(observed, told) or _rounded(observed, expected, late) or _times(observed, expected, late)
+    made = _empty(observed, hint) or _find_rounding(observed, expected, late) or _times(observed, expected, late)
     if owners and not is_rounded_sketch(observed, expected):
         return Likeness(
             "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
@@ -320,18 +319,18 @@ def _really(
         return Likeness("shape", forms=(f"shape {list(observed.shape)}", f"{list(expected.shape)}"))
     if made is not None:
         return made
-    point, words = _sent(column, observed, context)
+    point, words = _find_sender(column, observed, context)
     if point is None or point[:2] == (context.stage, microbatch):
         point = None
-    elif point.microbatch != microbatch:  # that it was sent says more than where else in the model it may be
+    elif point.microbatch != microbatch:  # a known sender outweighs places in the model
         return Likeness("other", label=Label(point), words=words)
-    # What a stage put out is no message, also where it is like a tensor elsewhere in the model.
+    # A stage's own output is no message, even if it resembles another tensor in the model.
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for place, owner, of, known in _anywhere(column, observed):
         if not is_far_nearer(observed, known, expected):
-            continue  # coarse types are like many that are alike
+            continue  # coarse types match many tensors
         if (place, owner) == (column.place, microbatch) or (passed_on and owner == microbatch):
-            continue  # nearly its own, or made of it
+            continue  # nearly its own, or derived from it
         if owner == microbatch and is_part(place, column.place):
             return Likeness("different", words=f"a part of its own alone: {place}")
         whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"
@@ -340,36 +339,39 @@ def _really(
         return Likeness("other", label=Label(point), words=words)
     if nearest_sketch(observed, column.known) == microbatch:
         return Likeness("noisy")
-    return Likeness("different", words=f"no microbatch's{told}", error=None if told else observed.distance(expected))
+    return Likeness("different", words=f"no microbatch's{hint}", error=None if hint else observed.distance(expected))
 
 
-def _sent(column: Column, observed: Sketch, context: Context) -> tuple[Point | None, str]:
-    """What another stage put out that came in there; of the stage that it should come from, an unknown one is due."""
+def _find_sender(column: Column, observed: Sketch, context: Context) -> tuple[Point | None, str]:
+    """Return the stage output behind an input, with words.
+
+    None for an unknown tensor from the right stage: it is expected.
+    """
     point, words = context.sent.get(observed.digest, (None, ""))
     if point is None or column.where not in _FROM:
         return None, ""
-    due = _FROM[column.where] == (point.stage - context.stage, point.where)
-    return (None, "") if due and point.microbatch == UNKNOWN_MICROBATCH else (point, words)
+    expected = _FROM[column.where] == (point.stage - context.stage, point.where)
+    return (None, "") if expected and point.microbatch == UNKNOWN_MICROBATCH else (point, words)
 
 
 def _anywhere(column: Column, observed: Sketch) -> Iterator[tuple[str, int, str, Sketch]]:
-    """Each place in the reference, and microbatch, whose tensor, or its gradient, ``observed`` is; with that one."""
+    """Yield reference places, microbatches and tensors that match ``observed``, gradients included."""
     flows = (column.places, column.elsewhere)
     activation, gradient = flows if column.where in (*FORWARD_POINTS, KEPT) else reversed(flows)
     for flow, of in ((activation, ""), (gradient, "gradient of ")) if observed.norm else ():
         yield from ((place, owner, of, flow[place][owner]) for place, owner in flow.find(observed))
 
 
-def _rounded(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
-    """Whether it went through a narrower type, beside what may still be divided."""
+def _find_rounding(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """Detect a cast through a narrower type, beside the ``late`` factor."""
     found = None if late is None else of_sketches(observed, expected.times(late))
     return found if found is not None and found.kind == "rounded" else None
 
 
 def _times(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
-    """What makes it of the expected one; a factor beside that of all that flows, which may still be divided by it."""
+    """Identify ``observed`` as a change of ``expected``, beside the ``late`` factor common to all gradients."""
     what, times = of_sketches(observed, expected), late
-    if what is None and late is not None:  # it may be the expected one as it is
+    if what is None and late is not None:  # it may lack that factor
         what, times = of_sketches(observed, expected.times(late)), 1.0
     if late is None or times is None or what is None or what.factor is None:
         return what
@@ -378,19 +380,19 @@ def _times(observed: Sketch, expected: Sketch, late: float | None) -> Likeness |
 
 
 def _of_unknown(column: Column, observed: Sketch, context: Context) -> Likeness:
-    """What a tensor is of which nothing tells the microbatch."""
-    point, words = _sent(column, observed, context)
+    """Identify a tensor with an unknown microbatch."""
+    point, words = _find_sender(column, observed, context)
     if (made := _empty(observed)) is not None:
         return made
     if point is not None:
         return Likeness("other", label=Label(point), words=words)
     found = (f"microbatch {owner}'s {of}{place}" for place, owner, of, _ in _anywhere(column, observed))
-    told = "like no output of the reference's modules and no gradient of one, so its microbatch is not known"
-    return Likeness("different", words=next(found, told))
+    unknown = "like no module output or gradient of the reference, so its microbatch is not known"
+    return Likeness("different", words=next(found, unknown))
 
 
-def _empty(observed: Sketch, told: str = "") -> Likeness | None:
-    """What has nothing in it of any microbatch; ``told`` is what tells its own all the same."""
+def _empty(observed: Sketch, hint: str = "") -> Likeness | None:
+    """Identify a tensor without content; ``hint``: the reason for its number."""
     if not math.isfinite(observed.norm):
-        return Likeness("not-finite", words=f"not finite{told}")
-    return None if observed.norm else Likeness("zero", words=f"zero{told}")
+        return Likeness("not-finite", words=f"not finite{hint}")
+    return None if observed.norm else Likeness("zero", words=f"zero{hint}")

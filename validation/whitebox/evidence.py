@@ -1,4 +1,4 @@
-"""What the explanation of a foreign step rests on: what its ranks handed back, and the reference beside it."""
+"""Evidence about a custom step: ranks' results beside the reference."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,55 +16,55 @@ from pipeproof.core.old_weights import Given, StaleCall, hold_to_old_weights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.evidence import Evidence, Line
-from pipeproof.explain.explain import explained, sought
+from pipeproof.explain.explain import explain_safely, explain_verdict
 from pipeproof.explain.members import Members
 from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.step import Contribution, Expected, Gradient, Reference, Site
 from pipeproof.reference.traced import Traced
 from pipeproof.whitebox.operation_run import OperationRun
 from pipeproof.whitebox.survey import Computed
 
-_BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all
+_BY_DESIGN = ("zero", "missing", "shape")  # one rank may serve all in its line with the loss, or hand on a part
 
 
 def explain(verdict: Verdict, now: OperationRun, model: nn.Module, before: Sequence[OperationRun]) -> Verdict:
-    """``verdict`` with its cause, looked for in the operation that disagrees first.
+    """Add causes to ``verdict``, from the first operation with a mismatch.
 
-    ``model``: another reference, with the weights that it began with. ``before``: earlier operations, the latest first.
+    model: a second reference with its starting weights. before: earlier operations, latest first.
     """
     known = now.passages(undivided=True)
     if now.run.crash is not None:
-        return verdict.without_cause(now.run.crash)
-    observed = now.found.observed(known)
+        return verdict.drop_cause(now.run.crash)
+    observed = now.found.observe(known)
     lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
     along = sorted(lines, key=lambda line: _first_wrong(line, first=line is lines[0]))
     evidence = _RightStep(now, model, tuple(before), along[0]).evidence(verdict, along[1:])
     verdict = hold_to_old_weights(verdict, lambda: evidence)
     evidence = replace(evidence, verdict=verdict)
-    return sought(verdict, lambda: explained(evidence))
+    return explain_safely(verdict, lambda: explain_verdict(evidence))
 
 
 def _first_wrong(line: Line, *, first: bool) -> tuple[float, ...]:
-    """Where in the flow a tensor is first wrong. On lines after the ``first``, what no law judges may be meant so."""
-    wrong = [one for one in line.seen.crossings(0) if not one.same and (first or one.judged or not _meant(one))]
-    return min((flow(one, line.seen.schedule.n_stages) for one in wrong), default=(float("inf"),))
+    """Return the first wrong tensor's position in the flow. On later lines, unjudged deviations may be deliberate."""
+    wrong = [one for one in line.observed.crossings(0) if not one.same and (first or one.judged or not _is_meant(one))]
+    return min((flow(one, line.observed.schedule.n_stages) for one in wrong), default=(float("inf"),))
 
 
-def _meant(one: Crossing) -> bool:
+def _is_meant(one: Crossing) -> bool:
     return one.really is None or one.really.kind in _BY_DESIGN
 
 
 def _places(one: OperationRun, observed: Sketch) -> Sequence[tuple[str, int]]:
-    """Where in the reference of operation ``one`` the very tensor ``observed`` passes."""
+    """Return places in an operation's reference whose tensor equals ``observed``."""
     return () if one.run.places is None else one.run.places[0].holding(observed)
 
 
 @dataclass(frozen=True)
 class _RightStep:
-    """What operation ``now`` must give, by the reference ``model``, whose weights are those that it began with.
+    """The right results for operation ``now``, from ``model`` with its starting weights.
 
-    ``before``: the operations before it, the latest first. ``line``: what its ranks did.
+    before: earlier operations, latest first. line: the ranks' actions.
     """
 
     now: OperationRun
@@ -73,8 +73,8 @@ class _RightStep:
     line: Line
 
     def evidence(self, verdict: Verdict, others: Sequence[Line]) -> Evidence:
-        """All that is known of the step; ``others``: what further lines of ranks did."""
-        found, observed, passed = self.now.found, self.line.seen, self.line.passed
+        """Collect all evidence; ``others``: further lines."""
+        found, observed, passed = self.now.found, self.line.observed, self.line.passed
         norms = [row[0].norm for row in observed.ranks]
         return Evidence(
             verdict,
@@ -84,9 +84,9 @@ class _RightStep:
             operation=found.name,
             gradients=observed.gradients(0),
             norms=norms,
-            due=self,
+            right=self,
             beside=self.beside,
-            seen=observed,
+            run=observed,
             passed=passed,
             others=tuple(others),
             stale=tuple(self._stale()),
@@ -95,7 +95,7 @@ class _RightStep:
             clipped_to=found.max_norm,
             scale=found.loss_scale,
             members=Members(found.stages, found.replicas, lambda: self.now.undivided, norms),
-            told=found.traced,
+            traced=found.traced,
             unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
             frozen=found.frozen,
             strange=bool(found.unmatched),
@@ -103,7 +103,7 @@ class _RightStep:
         )
 
     def _stale(self) -> Iterator[StaleCall]:
-        """The calls of watched stages that were given what an operation before had, and this one has nowhere."""
+        """Yield calls whose inputs occur in an earlier operation, and nowhere in this one."""
         earlier = [*enumerate(reversed(self.before), start=1)]
         for stage in self.now.found.stages if earlier else ():
             for number, call in enumerate(stage.part.calls or (), start=1):
@@ -113,19 +113,19 @@ class _RightStep:
 
     @property
     def _pending(self) -> list[OperationRun]:
-        """The operations before that added to the gradients that the next update uses."""
+        """Earlier operations whose gradients the next update also uses."""
         since = takewhile(lambda one: one.found.name != "train", self.before)
         return [one for one in since if one.found.name == "accumulate"]
 
     @cached_property
     def _reference(self) -> Reference:
-        """The reference that divides each loss before its backward."""
+        """A reference that divides each loss before its backward."""
         found = self.now.found
         return self.now.run.reference(found.owner, found.copies, accumulation=self.now.accumulation)
 
     @cached_property
     def expected(self) -> Expected:
-        """All, but for any update."""
+        """Expected results, without updates."""
         return self._whole(self._reference, self.now.undivided, lambda one: one.undivided, {})
 
     def _whole(
@@ -135,7 +135,7 @@ class _RightStep:
         earlier: Callable[[OperationRun], Sequence[Contribution]],
         ran: Mapping[int, Sequence[int]],
     ) -> Expected:
-        """What the microbatches ``made``, and those of ``earlier`` operations; where stages ran all, in that order."""
+        """Combine ``made`` with ``earlier`` operations' contributions, in execution order for complete stages."""
         stages = {stage for stage, _ in (*made[0].gradients, *self.now.found.copies)}
 
         def orders(count: int) -> Mapping[int, Sequence[int]]:
@@ -150,14 +150,14 @@ class _RightStep:
 
     @cached_property
     def update(self) -> Update:
-        """The step as attribution sees it."""
-        found, earlier, observed = self.now.found, self._pending, self.line.seen
+        """The step as input for attribution."""
+        found, earlier, observed = self.now.found, self._pending, self.line.observed
         apart = [{s: name for s, name in copies.items() if s != NOWHERE} for copies in found.tied]
         return Update(
             observed.gradients(0),
             self._held,
             self._traced,
-            tuple(self._traced_of(one, {}) for one in earlier),
+            tuple(self._trace(one, {}) for one in earlier),
             old=(earlier[-1].found if earlier else found).begun,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=observed.schedule.placement,
@@ -172,13 +172,13 @@ class _RightStep:
 
     @cached_property
     def beside(self) -> ModelBeside:
-        """The reference that plays single microbatches."""
+        """A reference that replays single microbatches."""
         batches, loss = self.now.run.batches, self.now.task.loss
         return ModelBeside(self._reference, self.model, batches, loss, lambda: self._traced, lacks=self._lacks)
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given | None:
-        """What the step gives with these weights in place of its own; None where that does not run."""
-        model = copied(self.model)
+        """Run the reference with other weights. None after an error."""
+        model = deep_copy(self.model)
         with torch.no_grad():
             for name, weight in weights.items():
                 model.get_parameter(name).copy_(weight)
@@ -187,17 +187,17 @@ class _RightStep:
             made = [*reference.contributing(self.now.run.batches)]
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
-        whole = self._whole(reference, made, lambda one: one.made, self.line.seen.backwards(0))
+        whole = self._whole(reference, made, lambda one: one.made, self.line.observed.backwards(0))
         return Given(whole.losses, whole.loss, {name: one for (_, name), one in whole.gradients.items()})
 
-    def _lacks(self, microbatch: int, seen: Sketch) -> bool:
-        """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""
-        return self._computed[microbatch].lacks(seen)
+    def _lacks(self, microbatch: int, observed: Sketch) -> bool:
+        """True if the reference computes neither the tensor nor its source for a microbatch."""
+        return self._computed[microbatch].lacks(observed)
 
     @cached_property
     def _computed(self) -> Sequence[Computed]:
-        """What the reference computes for every microbatch."""
-        model = copied(self.model)
+        """Reference computations by microbatch."""
+        model = deep_copy(self.model)
         found = []
         for batch in self.now.run.batches:
             with Computed() as computed:
@@ -207,11 +207,11 @@ class _RightStep:
 
     @cached_property
     def _traced(self) -> Traced:
-        """The reference, in the stages that were handed back."""
-        return self._traced_of(self.now, {stage: passed.ends.values() for stage, passed in self.line.passed.items()})
+        """The reference, traced in the returned stages."""
+        return self._trace(self.now, {stage: passed.ends.values() for stage, passed in self.line.passed.items()})
 
-    def _traced_of(self, one: OperationRun, ends: Mapping[int, Collection[str]]) -> Traced:
-        """Operation ``one``, from the same weights, in the same stages."""
+    def _trace(self, one: OperationRun, ends: Mapping[int, Collection[str]]) -> Traced:
+        """Trace an operation from the same weights, in the same stages."""
         losses = [made.loss for made in one.undivided]
         held, batches, loss = self._held.keys(), one.run.batches, one.task.loss
         return Traced(self.model, held=held, batches=batches, loss=loss, losses=losses, ends=ends)

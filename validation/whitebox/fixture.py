@@ -1,4 +1,4 @@
-"""What pytest's fixture ``whitebox`` is: a ``WhiteBox`` that knows which of its verdicts a test has looked at."""
+"""Pytest's ``whitebox`` fixture: a ``WhiteBox`` that tracks which verdicts a test has read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -7,12 +7,14 @@ from typing import Any
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox.validator import WhiteBox
 
-# What of a verdict says whether it is a pass; its other properties, its text and its truth are made of these.
-_TELLING = frozenset("verdict tier laws mismatches cause alternatives undecided failure headline stopped ended".split())
+# Fields that reveal the outcome; other properties, text and truth derive from them.
+_TELLING = frozenset(
+    "outcome tier laws mismatches causes alternatives undecided failure headline stopped ended".split()
+)
 
 
 class FixtureVerdict(Verdict):
-    """A verdict that remembers whether anybody looked at it."""
+    """A verdict that remembers its readers."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _TELLING:
@@ -20,11 +22,11 @@ class FixtureVerdict(Verdict):
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        """Its first line, for what pytest says of an assertion."""
+        """Return the first line, for pytest's assertion report."""
         return f"<Verdict {str(self).partition(chr(10))[0]}>"
 
     def __eq__(self, other: object) -> bool:
-        """As a verdict: what a test has looked at makes no difference."""
+        """Compare as verdicts, read or unread."""
         return isinstance(other, Verdict) and _plain(self) == _plain(other)
 
     __hash__ = Verdict.__hash__
@@ -36,22 +38,22 @@ def _plain(verdict: Verdict) -> Verdict:
 
 @dataclass(frozen=True)
 class FixtureBox(WhiteBox):
-    """Validates on the ranks of a test; ``handed_out`` are its verdicts, in order.
+    """Validates on a test's ranks; ``handed_out`` lists its verdicts in order.
 
-    ``mutate`` is ``pipeproof.whitebox.mutate`` on these ranks, which the plugin gives: no wing is known here.
+    mutate: ``pipeproof.whitebox.mutate`` on these ranks, passed in by the plugin, as rooms know no wings.
     """
 
     mutate: Callable[..., Any] = field(kw_only=True, repr=False, compare=False)
     handed_out: list[FixtureVerdict] = field(default_factory=list, repr=False, compare=False)
 
     def hand_out(self, verdict: Verdict) -> Verdict:
-        """``verdict``, which from now on has to be looked at unless it is a pass."""
+        """Return a tracked verdict: unless it passes, the test must read it."""
         watched = FixtureVerdict(**vars(_plain(verdict)))
         self.handed_out.append(watched)
         return watched
 
     def unread(self) -> list[Verdict]:
-        """The verdicts that are no pass and that were not looked at; they are told once."""
+        """Return unread verdicts other than passes, once."""
         found = [verdict for verdict in self.handed_out if "looked_at" not in vars(verdict)]
         self.handed_out.clear()
         return [verdict for verdict in found if not verdict]

@@ -1,4 +1,4 @@
-"""What a foreign step hands back on a rank, in the forms that are understood, and sentences for all others."""
+"""Step results: accepted forms, with error messages for others."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ _EXPECTED = "its local modules, or a mapping of parameter names to gradients; th
 
 
 class HandBackError(ValueError):
-    """A step handed back what cannot be judged."""
+    """Raised for a step result that cannot be judged."""
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A part of a gradient: elements of the flattened whole, from number ``start`` on. None: this rank has nothing."""
+    """A gradient part: elements of the flattened whole, from ``start`` on. None: this rank has no element."""
 
     part: Tensor | None
     start: int = 0
@@ -34,33 +34,31 @@ class FlatShard:
 Gradient = Tensor | FlatShard | None
 
 
-def copied(gradient: Gradient) -> Gradient:
-    """A copy, which nothing that comes after the step can change."""
+def copy_gradient(gradient: Gradient) -> Gradient:
+    """Return a copy that later steps cannot change."""
     if isinstance(gradient, FlatShard):
         return replace(gradient, part=None if gradient.part is None else gradient.part.clone())
     return None if gradient is None else gradient.detach().clone()
 
 
 @dataclass(frozen=True)
-class HandedBack:
-    """What a step made on one rank. A tuple of the first four, in this order, is as good.
+class StepResult:
+    """A step's results on one rank. A tuple with the first four, in order, works too.
 
-    modules: one, or a list; empty on a rank that holds nothing. A mapping of parameter names to gradients may take
-    their place. losses: one for each of its microbatches, undivided; or one number, the whole step's, of all replicas;
-    None if another rank knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank
-    worked, if the runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if
-    they are not in ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no
-    gradient; where ranks of its stage hand back a ``FlatShard``, this one has no part of it. A gradient may be a
-    DTensor, a part and its index in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of
-    fused queries, keys and values, the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them
-    behind each other. A parameter may itself be the part that has this index; where it has no gradient, hand back
-    ``(None, slice(0, 4))``. names: what parameters are called in the reference, where the runtime knows; as ``names``
-    of the contract, which comes first. max_norm: to what norm gradients were clipped before the update, for
-    ``optimizer=``. masters: the update is of copies in a wider type, so that weights after it are not compared.
-    accumulation: how the runtime adds gradients up, but for the shares of replicas, if it says so. outputs: by the
-    names that ``outputs`` of the contract gives, what this rank put out for each of its microbatches, in their order.
-    loss_scale: what losses are multiplied by before their backwards, as this rank has it, and its gradients divided by
-    before they are handed back.
+    modules: one, or a list; empty on a rank without stages. A mapping from parameter names to gradients may replace
+    them. losses: one per microbatch, undivided; or one number, the whole step's, over all replicas; None if another
+    rank reports it. grad_norm: before clipping, if the step computes it. trace: this rank's action order, if the
+    runtime knows it: a ``Trace``, actions, or their names (``0F1``). gradients: the modules' gradients, if they are not
+    in ``.grad``. Keys are names in the module, or the parameters themselves. A missing key means no gradient, or, if
+    other ranks of the stage return a ``FlatShard``, no part. A gradient may be a DTensor, a part with its index in the
+    whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Several pieces, as in fused queries, keys and values, take a
+    list index, ``(part, [slice(0, 4), slice(8, 12)])``, and lie in sequence in the part. A parameter may itself be the
+    part at this index; without a gradient, return ``(None, slice(0, 4))``. names: the parameters' names in the
+    reference, if the runtime knows them; like the contract's ``names``, which take precedence. max_norm: clipping norm
+    before the update, for ``optimizer=``. masters: updates apply to copies in a wider type, so weights after them are
+    not compared. accumulation: how the runtime sums gradients, except replicas' shares, if it declares so. outputs: by
+    the names from the contract's ``outputs``, this rank's outputs per microbatch, in order. loss_scale: this rank's
+    factor on losses before their backwards, divided out of its gradients before return.
     """
 
     modules: Any = ()
@@ -77,13 +75,13 @@ class HandedBack:
 
     @property
     def named(self) -> Mapping[str, tuple[Tensor, ...]]:
-        """The outputs as they are now; numbers are tensors, too."""
+        """Current outputs, as tensors."""
         given = {} if self.outputs is None else self.outputs
         return {name: tuple(_tensor(one) for one in every) for name, every in given.items() if every is not None}
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:
-        """The gradients of the modules, by the ids of their parameters; None where they are in ``.grad``."""
+        """Gradients by parameter id. None if they are in ``.grad``."""
         if self.gradients is None or not self.modules:
             return None
         places: dict[object, list[int]] = {}
@@ -104,12 +102,12 @@ class HandedBack:
 
     @property
     def by_microbatch(self) -> tuple[float, ...]:
-        """The microbatches' losses, if that is what the losses are."""
+        """Microbatch losses, if returned as such."""
         return () if self.losses is None or _is_number(self.losses) else tuple(map(_float, self.losses))
 
     @property
     def whole_loss(self) -> float | None:
-        """The whole step's loss, if that is what was handed back."""
+        """The step's total loss, if returned as such."""
         return _float(self.losses) if _is_number(self.losses) else None
 
     @property
@@ -117,7 +115,7 @@ class HandedBack:
         return None if self.grad_norm is None else _float(self.grad_norm)
 
     def actions(self, rank: int) -> tuple[Action, ...] | None:
-        """What ``rank`` did, in order, if the runtime told."""
+        """Return ``rank``'s actions in order, if the runtime reports them."""
         if isinstance(self.trace, Trace):
             return tuple(span.action for span in self.trace.spans[rank])
         return (
@@ -125,16 +123,16 @@ class HandedBack:
         )
 
 
-def understood(result: object, step: str, contract: Contract = DEFAULTS) -> HandedBack:
-    """What the function called ``step`` returned, and what the ``contract`` says where that says nothing.
+def understood(result: object, step: str, contract: Contract = DEFAULTS) -> StepResult:
+    """Parse the result of ``step``, with defaults from ``contract``.
 
-    Raises ``HandBackError`` where it returned no such thing, or one that contradicts the contract.
+    Raises ``HandBackError`` for other results, or contradictions with the contract.
     """
     if result is None:
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
     if isinstance(result, Generator):
-        raise HandBackError(f"{step} yields, and there is one step: pass operations=, those that it goes through")
-    handed = _in_place(result if isinstance(result, HandedBack) else _from_tuple(result, step), step)
+        raise HandBackError(f"{step} yields, but is one step: pass operations=, the list that it goes through")
+    handed = _in_place(result if isinstance(result, StepResult) else _from_tuple(result, step), step)
     losses, scale = handed.losses, handed.loss_scale
     for value, what, fits, expected in (
         (
@@ -148,7 +146,7 @@ def understood(result: object, step: str, contract: Contract = DEFAULTS) -> Hand
         (scale, "loss_scale", scale is not None and _is_number(scale) and scale > 0, "a number above 0"),
     ):
         if value is not None and not fits:
-            raise HandBackError(f"{step} returned {_named(value)} as {what}: expected {expected}")
+            raise HandBackError(f"{step} returned {_name_type(value)} as {what}: expected {expected}")
     try:
         handed.actions(0)
     except (ActionError, TypeError) as error:
@@ -157,14 +155,14 @@ def understood(result: object, step: str, contract: Contract = DEFAULTS) -> Hand
     return _by_contract(handed, step, contract)
 
 
-def _by_contract(handed: HandedBack, step: str, contract: Contract) -> HandedBack:
-    """``handed`` with what the ``contract`` says of it. Raises ``HandBackError`` where the two contradict."""
+def _by_contract(handed: StepResult, step: str, contract: Contract) -> StepResult:
+    """Add the contract's words. Raises ``HandBackError`` for contradictions."""
     for word in ("loss_scale", "max_norm", "accumulation"):
         said, made = getattr(contract, word), getattr(handed, word)
         if said is not None and made is not None and said != made:
             raise HandBackError(
-                f"{step} handed back {word}={_named(made)}, and the contract says {_named(said)}: "
-                f"declare {word}={_named(made)}, if that is meant, or leave the word out of the contract"
+                f"{step} handed back {word}={_name_type(made)}, and the contract says {_name_type(said)}: "
+                f"declare {word}={_name_type(made)}, if that is meant, or leave the word out of the contract"
             )
         handed = replace(handed, **{word: said if made is None else made})
     return handed
@@ -172,13 +170,13 @@ def _by_contract(handed: HandedBack, step: str, contract: Contract) -> HandedBac
 
 def _check_outputs(given: object, step: str) -> None:
     if given is not None and not isinstance(given, Mapping):
-        raise HandBackError(f"{step} returned {_named(given)} as outputs: expected a mapping of names to them")
+        raise HandBackError(f"{step} returned {_name_type(given)} as outputs: expected a mapping of names to them")
     for name, every in (given or {}).items():
         listed = isinstance(every, Sequence) and not isinstance(every, str)
         if every is not None and not (listed and all(isinstance(one, Tensor | Real) for one in every)):
             raise HandBackError(
-                f"{step} returned {_named(every)} as the output {name!r}: expected a list with a tensor, or a number, "
-                "for each microbatch"
+                f"{step} returned {_name_type(every)} as the output {name!r}: expected a list with a tensor, or a "
+                "number, for each microbatch"
             )
 
 
@@ -188,28 +186,28 @@ def _tensor(value: Any) -> Tensor:
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
-def _from_tuple(result: object, step: str) -> HandedBack:
+def _from_tuple(result: object, step: str) -> StepResult:
     if not isinstance(result, tuple):
-        return HandedBack(result)
+        return StepResult(result)
     if not 1 <= len(result) <= 4:
         raise HandBackError(
             f"{step} returned a tuple of {len(result)}: expected {_EXPECTED}; at most a trace after that"
         )
-    return HandedBack(*result)
+    return StepResult(*result)
 
 
-def _in_place(handed: HandedBack, step: str) -> HandedBack:
-    """``handed`` with its modules in a list, and gradients in their place in theirs."""
+def _in_place(handed: StepResult, step: str) -> StepResult:
+    """Return ``handed`` with modules in a list, and bare gradients in their field."""
     made, gradients = handed.modules, handed.gradients
     if isinstance(made, nn.Module):
         made = [made]
     elif isinstance(made, Mapping) and gradients is None:
         made, gradients = [], made
     elif not isinstance(made, Sequence) or isinstance(made, str):
-        raise HandBackError(f"{step} returned {_named(made)}: expected {_EXPECTED}")
+        raise HandBackError(f"{step} returned {_name_type(made)}: expected {_EXPECTED}")
     for one in made:
         if not isinstance(one, nn.Module):
-            raise HandBackError(f"{step} returned {_named(one)} among its modules: expected modules only")
+            raise HandBackError(f"{step} returned {_name_type(one)} among its modules: expected modules only")
     if gradients is not None:
         _check_gradients(gradients, step, named=not made)
     return replace(handed, modules=list(made), gradients=gradients)
@@ -217,13 +215,15 @@ def _in_place(handed: HandedBack, step: str) -> HandedBack:
 
 def _check_gradients(gradients: object, step: str, *, named: bool) -> None:
     if not isinstance(gradients, Mapping):
-        raise HandBackError(f"{step} returned {_named(gradients)} as gradients: expected a mapping of parameter names")
+        raise HandBackError(
+            f"{step} returned {_name_type(gradients)} as gradients: expected a mapping of parameter names"
+        )
     for name, gradient in gradients.items():
         whole = gradient.part if isinstance(gradient, FlatShard) else gradient[0] if _is_part(gradient) else gradient
         known = isinstance(name, str) or (isinstance(name, nn.Parameter) and not named)
         if not known or not (whole is None or isinstance(whole, Tensor)):
             raise HandBackError(
-                f"{step} returned a mapping with {name!r}: {_named(gradient)}: expected the name of a parameter "
+                f"{step} returned a mapping with {name!r}: {_name_type(gradient)}: expected the name of a parameter "
                 "and its gradient, a tensor or None, or a part of it and its index"
             )
 
@@ -246,18 +246,18 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_number, value))
 
 
-def _named(value: object) -> str:
+def _name_type(value: object) -> str:
     text = repr(value) if isinstance(value, str | Real) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...], dict[int, Shard]]:
-    """What there is of every gradient here, and where it lies in the whole. Raises ``HandBackError``."""
+    """Split gradients into local tensors and shards. Raises ``HandBackError``."""
     gradients: list[Tensor | None] = []
     shards: dict[int, Shard] = {}
     for k, (name, given) in enumerate(held):
         try:
-            part, shard = _placed(given)
+            part, shard = _split_shard(given)
         except ShardError as error:
             raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
         if shard is not None:
@@ -269,8 +269,8 @@ def in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...]
     return tuple(gradients), shards
 
 
-def _placed(given: Any) -> tuple[Tensor | None, Shard | None]:
-    """What there is of a gradient, and where that lies in the whole."""
+def _split_shard(given: Any) -> tuple[Tensor | None, Shard | None]:
+    """Return a gradient's local tensor and its shard."""
     if isinstance(given, FlatShard):
         shard = flat_shard(given.start, given.part)
         return given.part if shard.count else None, shard
@@ -281,7 +281,7 @@ def _placed(given: Any) -> tuple[Tensor | None, Shard | None]:
 
 
 def _unreadable(gradient: Tensor) -> str:
-    """Why it cannot be compared; empty where it can be."""
+    """Return why a gradient cannot be compared; empty if it can."""
     if gradient.is_meta:
         return "it is on the meta device, without any numbers"
     if gradient.is_quantized:
@@ -295,16 +295,16 @@ _HOW = "it yields what it made of each, as: for operation, microbatches in opera
 
 
 class Operation(NamedTuple):
-    """One operation: ``train``, ``accumulate`` or ``eval``, and this rank's microbatches."""
+    """An operation, ``train``, ``accumulate`` or ``eval``, with this rank's microbatches."""
 
     name: str
     microbatches: list[Any]
 
 
 class Operations:
-    """An iterator of the expected operations; before it gives one, it calls ``begins`` with its number, from 0.
+    """Iterates over expected operations; calls ``begins`` with each number, from 0, first.
 
-    ``step``: what the function that goes through it is called.
+    step: the user function's name.
     """
 
     def __init__(self, expected: Sequence[Operation], begins: Callable[[int], None], *, step: str) -> None:
@@ -325,10 +325,10 @@ class Operations:
         self._begun += 1
         return self._expected[self._begun - 1]
 
-    def handed_back(self, results: object) -> Iterator[object]:
-        """What was handed back of each operation; ``results``: what the function gave that goes through them.
+    def collect(self, results: object) -> Iterator[object]:
+        """Yield the result of each operation from ``results``, the user function's iterator.
 
-        Raises ``HandBackError`` where that is not one thing for each operation.
+        Raises ``HandBackError`` unless there is one per operation.
         """
         __tracebackhide__ = True
         if not isinstance(results, Iterator):

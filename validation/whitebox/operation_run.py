@@ -1,4 +1,4 @@
-"""The operations of a run on both sides: as the ranks did them, and as the reference does."""
+"""A run's operations on both sides: ranks and reference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ from pipeproof.whitebox.task import Continued, Task
 
 @dataclass(frozen=True)
 class OperationRun:
-    """What the ranks made of ``task``, as it was ``found``, and the reference's ``run`` of it.
+    """One operation: ranks' results ``found`` for ``task``, and the reference's ``run``.
 
-    ``run`` divides each loss before its backward. ``accumulation``: how the ranks add up what microbatches give.
-    ``scale``: what they multiply losses by, and divide gradients by. ``routing``: which experts they chose.
+    ``run`` divides each loss before its backward. accumulation: how ranks sum contributions. scale: their loss scale,
+    divided out of gradients. routing: their expert choices.
     """
 
     task: Task
@@ -36,55 +36,55 @@ class OperationRun:
 
     @cached_property
     def like(self) -> ReferenceRun:
-        """The reference's run, which divides where the ranks do. It is done: its places are known."""
+        """The reference's run with the ranks' division order. It is complete: its places are known."""
         late = self.scale * (self.task.loss.divisor if self.accumulation.late else 1.0)
         like = self.run if late == 1.0 else self.run.other(self.found.owner, watched=self.found.watched, late=late)
-        like.made(self.found.owner)
+        like.contributions(self.found.owner)
         return like
 
     @property
     def undivided(self) -> tuple[Contribution, ...]:
-        """What every microbatch gives where each loss is divided before its backward."""
-        return self.run.made(self.found.owner)
+        """Contributions per microbatch, with losses divided before backward."""
+        return self.run.contributions(self.found.owner)
 
     @cached_property
     def made(self) -> tuple[Contribution, ...]:
-        """What every microbatch gives in that run."""
-        return self.like.made(self.found.owner)
+        """Contributions per microbatch in ``like``."""
+        return self.like.contributions(self.found.owner)
 
     @cached_property
     def reference(self) -> Reference:
-        """The reference in the stages that were found."""
+        """The reference, split into the ranks' stages."""
         return self.like.reference(self.found.owner, self.found.copies, accumulation=self.accumulation)
 
     def passages(self, *, undivided: bool = False) -> list[dict[int, Passed]]:
-        """What passed the boundaries of stages.
+        """Return boundary observations.
 
-        undivided: beside the run that divides each loss before its backward, wherever the ranks divide.
+        undivided: compare with the run that divides each loss before its backward, even if ranks divide later.
         """
         run = self.run if undivided else self.like
-        if run.places is not None and not self.found.passed_at(run.places):
+        if run.places is not None and not self.found.has_passed_at(run.places):
             run.note_types()
         return self.found.passages(run.places, run.note_handed_on)
 
     @property
     def routed(self) -> "OperationRun":
-        """The same, with the experts that the ranks chose."""
+        """Copy with the ranks' expert choices."""
         return replace(self, routing=Routing.of(self.found, self.made))
 
     @property
     def following(self) -> "OperationRun":
-        """The same, where the reference chooses the experts that the ranks chose; itself, where it did."""
+        """Copy whose reference follows the ranks' expert choices; itself if equal."""
         if not self.routing.differs(self.made):
             return self
-        task = replace(self.task, routed=self.routing.chosen(len(self.made)))
+        task = replace(self.task, routed=self.routing.choices(len(self.made)))
         return replace(self, task=task, run=self.run.other(self.found.owner, watched=self.found.watched, task=task))
 
     @property
     def explained(self) -> "OperationRun":
-        """As ``following``, as far as rounding explains what the ranks chose.
+        """Like ``following``, but only for choices that rounding explains.
 
-        From the first router of a microbatch on whose choice it does not, the reference goes by its own scores.
+        After a microbatch's first unexplained choice, the reference follows its own scores.
         """
         following = self.following
         routing = self.routing.with_wrong(following.made, lambda *at: following.floors.scores(*at))
@@ -92,17 +92,16 @@ class OperationRun:
 
     @cached_property
     def floors(self) -> Floors:
-        """What rounding does to what this operation gives by itself."""
+        """Floors for this operation alone."""
         every, sites = range(len(self.made)), (*self.found.copies, *((at, "") for at in self.found.owner.values()))
         orders = {stage: every for stage, _ in sites}
         expected = self.reference.before_update(self.run.batches, self.made, orders=orders)
         return Floors(self.reference, [Pending(expected, self.run.batches, orders)])
 
-    def continued(self) -> Continued | None:
-        """The reference as the next operation begins: with the weights and the buffers that the ranks have.
+    def follow(self) -> Continued | None:
+        """Return the reference for the next operation, with the ranks' weights and buffers.
 
-        For an update rounds, and the order of microbatches shows in averages. None where they did not hand back all
-        weights.
+        Updates round, and averages depend on microbatch order. None if ranks did not return all weights.
         """
         weights = self.run.weights
         if self.found.name == "train":
@@ -116,14 +115,14 @@ class OperationRun:
 
     @property
     def moves_buffers(self) -> bool:
-        """Whether the reference's forwards have changed any buffer so far."""
-        begun = dict(self.task.built("cpu").named_buffers())
+        """True if the reference's forwards have changed any buffer."""
+        begun = dict(self.task.build("cpu").named_buffers())
         return any(not torch.equal(one.cpu(), begun[name].cpu()) for name, one in self.like.buffers.items())
 
 
-def observed_of(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[int, Passed]]]) -> Observed:
-    """What was produced in all of ``runs``; ``known``: for each of them, what passed the boundaries of stages."""
-    each = [one.found.observed(passed) for one, passed in zip(runs, known, strict=True)]
+def observe_runs(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[int, Passed]]]) -> Observed:
+    """Combine ``runs`` into one observation; ``known``: boundary observations per run."""
+    each = [one.found.observe(passed) for one, passed in zip(runs, known, strict=True)]
     rows = [
         tuple(
             replace(one, routes=run.routing.ranks.get(rank, {})) for run, (one,) in zip(runs, operations, strict=True)
@@ -136,10 +135,10 @@ def observed_of(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[i
 
 @dataclass(frozen=True)
 class Course:
-    """The operations of ``task``, one after another, as far as it is known what each began with.
+    """The task's operations in sequence, while each start is known.
 
-    ``second`` is another model of the first one. ``halted`` says why no later ones follow, ``raised`` what the
-    reference raised there.
+    second: another model for the first operation. halted: why later operations are missing; raised: the reference's
+    error.
     """
 
     title: str
@@ -150,43 +149,43 @@ class Course:
     raised: Exception | None = None
 
     def each(self, change: Callable[[OperationRun], OperationRun]) -> "Course":
-        """The same, with every operation changed."""
+        """Map ``change`` over all operations."""
         return replace(self, runs=tuple(map(change, self.runs)))
 
     def through(self, made: Sequence[Sequence[RankMade]]) -> "Course":
-        """The same with all operations that can be compared; ``made``: by operation, all ranks' parts as one.
+        """Add all comparable operations; ``made``: joined results by operation.
 
-        What the reference raises in a later one is kept: a fault may lead there.
+        A reference error in a later operation is stored: an earlier fault may cause it.
         """
         course = self
         for number in range(1, len(self.task.plan)):
             try:
                 following = course._next(number, made[number])
-            except Exception as error:  # no one type: it is the user's code that runs
+            except Exception as error:  # any type: user code runs here
                 return replace(course, raised=error, halted=f"the reference cannot do operation {number + 1}")
             if isinstance(following, str):
                 return replace(course, halted=following)
             course = replace(course, runs=(*course.runs, following))
         return course
 
-    def concluded(self, verdict: Verdict) -> Verdict:
-        """``verdict``; raises what the reference raised, where no operation before that is wrong."""
-        if self.raised is not None and verdict.verdict == "pass":
+    def conclude(self, verdict: Verdict) -> Verdict:
+        """Return ``verdict``, or raise a stored reference error if all operations before it passed."""
+        if self.raised is not None and verdict.outcome == "pass":
             raise self.raised
         return verdict
 
     def _next(self, number: int, made: Sequence[RankMade]) -> OperationRun | str:
-        """Operation ``number``, or why it cannot be compared."""
+        """Return operation ``number``, or why it cannot be compared."""
         first, last, name = self.runs[0], self.runs[-1], self.task.plan[number]
-        begun = last.continued()
+        begun = last.follow()
         if begun is None:
             return f"the weights after operation {number} were not handed back: hand modules back"
         if name == "eval" and not first.found.alone and last.moves_buffers:
             return f"operation {number + 1} evaluates, and each replica has buffers of its own microbatches"
         replicas, task = first.found.replicas.of_as_many(self.task.counts[number]), self.task.operation(number, begun)
-        model = task.built(first.run.device)
+        model = task.build(first.run.device)
         found = replace(first.found, model=model, made=made, replicas=replicas, first=first.found, name=name)
         run = ReferenceRun(task, model, replicas, owner=first.found.owner, surveyed=found.watched)
         one = OperationRun(task, found, run, first.accumulation.dealt(replicas.each))
-        _ = one.made  # raises what the reference does
+        _ = one.made  # raises the reference's errors
         return one

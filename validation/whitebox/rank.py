@@ -1,4 +1,4 @@
-"""One rank's part: run the user's step under observation and bring back what it made, as values."""
+"""A rank's job: run the user's step under observation, and return its results as values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,30 +11,30 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.digest import contents, digest
 from pipeproof.core.observe.initial_weights import FirstUse, step_begins
-from pipeproof.core.observe.posted_messages import Message, Sent, noted_messages, sent_messages
+from pipeproof.core.observe.posted_messages import Message, Sent, list_sent, note_messages
 from pipeproof.core.observe.routes import RouteObserver, Routes
-from pipeproof.core.observe.shards import InShards, Shard, placed_as, shard_of
+from pipeproof.core.observe.shards import InShards, Shard, find_shard, shard_of
 from pipeproof.core.observe.watching import Watcher, watching
 from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.products import products_in, sorts_in
-from pipeproof.whitebox.handed_back import HandBackError, HandedBack, Operation, Operations, in_parts, understood
-from pipeproof.whitebox.matching import Local, renamed
+from pipeproof.whitebox.handed_back import HandBackError, Operation, Operations, StepResult, in_parts, understood
+from pipeproof.whitebox.matching import Local, rename
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.worker import RankContext
 
 _MASTERS = "updates are not compared where the optimizer has copies of the weights in a wider type"
 _GOES_ON = "updates are not compared where the optimizer had stepped before the step that is judged"
-# Of the model, of whatever class, and the microbatches; or of a run of several operations, and what it goes through.
+# Takes the model and microbatches; or, for several operations, the model and their iterator.
 Step = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What every rank is to do: call ``step(build(), microbatches)``.
+    """Instructions for all ranks: call ``step(build(), microbatches)``.
 
-    ``known`` are the contents of the reference's parameters by name. ``replicas``: of the first operation.
+    known: reference parameter contents by name. replicas: in the first operation.
     """
 
     step: Step
@@ -44,10 +44,10 @@ class RankOrder:
     name: str
     known: Mapping[str, bytes]
     replicas: Replicas
-    updates: bool = False  # whether weights after the step are wanted
+    updates: bool = False  # compare weights after the step
 
     def operations(self, rank: int, device: str) -> list[Operation]:
-        """What ``rank`` is to do, with its microbatches, which are its own."""
+        """Return ``rank``'s operations with private copies of its microbatches."""
         parts = self.contract.parts(len(self.microbatches))
         shares = [self.replicas.of_as_many(len(part)).share(rank) for part in parts]
         own = [[self.microbatches[part[m]] for m in share] for part, share in zip(parts, shares, strict=True)]
@@ -57,18 +57,15 @@ class RankOrder:
 
 @dataclass(frozen=True)
 class ModulePart:
-    """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
+    """A returned module, or all gradients returned by name, in parameter order.
 
-    ``values``: weights before the step, where they are not those of any parameter of the reference. ``weights``: of
-    those of which the rank has a part, where that lies in the whole, and the part. ``calls`` is None where none is
-    watched, or none was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies in the whole,
-    for those of which the rank has a part only. ``members``: the ranks with this stage and what each handed back, once
-    they are put together; ``calls`` are then those of the first line, ``copies`` those of further ones, by the line's
-    number. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
-    after the step, each with where it lies in the whole (None: it is the whole), if they are wanted. ``begun``: what
-    gradients were added to, where that was not zero. ``buffers``: those of the module, as the step left them. Of
-    a ``later`` operation, ``locals`` have the contents of the first, and ``values`` all weights that it used.
-    ``routes``: what its routers chose. ``late``: the parameters that are written after the operation, when next used.
+    values: starting weights that match no reference parameter. weights: sharded weights, with position and local part.
+    calls: None if unwatched or unobserved; missed: a likely reason. shards: gradient positions, for partial gradients.
+    members: ranks with this stage, each with its part, after joining; calls then belong to the first line, copies to
+    further lines by number. lacks: parameters that other members have. after: weights after the step with their
+    position (None: whole), if compared. begun: nonzero starting gradients. buffers: the module's, after the step.
+    later: in a later operation, locals have first contents, and values all weights in use. routes: router choices.
+    late: parameters that ranks write after the operation, at their next use.
     """
 
     locals: tuple[Local, ...]
@@ -90,20 +87,19 @@ class ModulePart:
 
     @property
     def nameless(self) -> bool:
-        """Whether gradients alone were handed back, so that no weights are known."""
+        """True if the rank returned gradients without modules, so weights are unknown."""
         return all(one.content is None and one.identical is None for one in self.locals)
 
 
 @dataclass(frozen=True)
 class RankMade:
-    """What one rank brings back.
+    """One rank's results.
 
-    ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
-    messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
-    ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
-    ``accumulation``, ``outputs`` and ``loss_scale``: as they were handed back. ``products``: as what its device rounds
-    those of fp32, as ``products_in`` has it. ``unseen``: by law, why not all was seen here that it needs.
+    weights: contents of this rank's reference, if they differ from the known ones. given: microbatch digests. share:
+    microbatches to train on. sent: its messages with user lines. line: index among ranks with the same stages and data.
+    max_norm: clipping norm. unlike: why its update differs from the reference optimizer's. accumulation, outputs,
+    loss_scale: as returned. products: rounding of fp32 products on its device, as in ``products_in``. unseen: by law,
+    why observation is incomplete.
     """
 
     parts: tuple[ModulePart, ...]
@@ -126,50 +122,50 @@ class RankMade:
 
 
 def run_step(context: RankContext, order: RankOrder) -> tuple[RankMade, ...]:
-    """One rank's part of a validation, by operation; a job for ``World.run``. Raises what the user's step raises."""
-    __tracebackhide__ = True  # what is told of a failure begins in the user's own code
+    """Run one rank's part in a validation, by operation; a job for ``World.run``. Raises the user step's errors."""
+    __tracebackhide__ = True  # failure reports start in user code
     deterministic(context.device)
     model = order.build().to(context.device).train()
-    origin, due = Origin(model), order.operations(context.rank, context.device)
+    origin, expected = Origin(model), order.operations(context.rank, context.device)
     routing = RouteObserver(tuple(order.contract.routers), model)
-    with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.opened():
+    with note_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.open():
         collect = _Collector(context.rank, order, origin, first_use, watcher, routing)
         if not order.contract.operations:
-            made = [collect.made(order.step(model, due[0].microbatches), sent_messages())]
+            made = [collect.collect_made(order.step(model, expected[0].microbatches), list_sent())]
         else:
-            operations = Operations(due, collect.begins, step=order.name)
-            results = operations.handed_back(order.step(model, operations))
-            made = [collect.made(result, sent_messages()) for result in results]
+            operations = Operations(expected, collect.begins, step=order.name)
+            results = operations.collect(order.step(model, operations))
+            made = [collect.collect_made(result, list_sent()) for result in results]
     products = products_in(context.device, sorts_in(model))
     return tuple(replace(one, products=products) for one in made)
 
 
 def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
-    """The digests of every microbatch's tensors."""
+    """Digest each microbatch's tensors."""
     return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
 
 
 class Origin:
-    """Where the parameters of the model are that the step was given, so that they are known again as objects."""
+    """Remembers the step's model parameters, to recognise them as objects."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Kept, for a step may replace any of them: so no id is used again.
+        # Keeps all objects, so that replaced ones cannot lend their id.
         self._kept = [*model.modules(), *model.parameters()]
         self._by_holder: dict[tuple[int, str], str] = {}
         self._by_parameter: dict[int, str] = {}
         for name, module, leaf, parameter in parameters_of(model):
             self._by_holder.setdefault((id(module), leaf), name)
             self._by_parameter.setdefault(id(parameter), name)
-        for name, module, leaf, _ in _held(model, "_buffers"):
+        for name, module, leaf, _ in _list_held(model, "_buffers"):
             self._by_holder.setdefault((id(module), leaf), name)
 
     def name(self, holder: nn.Module, leaf: str, held: Tensor) -> str | None:
-        """The reference's name, by the module that holds it if that is known: a tied parameter has several."""
+        """Return the reference's name, by holder if known: a tied parameter has several."""
         return self._by_holder.get((id(holder), leaf), self._by_parameter.get(id(held)))
 
 
 class _Collector:
-    """Takes what is handed back of one operation after another, before anything can change it."""
+    """Collects each operation's results before later code can change them."""
 
     def __init__(
         self, rank: int, order: RankOrder, origin: Origin, first_use: FirstUse, watcher: Watcher, routing: RouteObserver
@@ -177,10 +173,10 @@ class _Collector:
         self._rank, self._order, self._origin = rank, order, origin
         self._first_use, self._watcher, self._routing = first_use, watcher, routing
         self._names = order.contract.names
-        self._first: tuple[HandedBack, RankMade] | None = None
+        self._first: tuple[StepResult, RankMade] | None = None
 
     def begins(self, number: int) -> None:
-        """Operation ``number`` begins: what was seen before is of others, or of none."""
+        """Start operation ``number``: earlier observations belong to others."""
         self._watcher.anew()
         self._routing.anew()
         if number:
@@ -188,11 +184,11 @@ class _Collector:
         else:
             step_begins()
 
-    def made(self, result: object, sent: Mapping[Message, Sent]) -> RankMade:
-        """What a step made that returned ``result``."""
+    def collect_made(self, result: object, sent: Mapping[Message, Sent]) -> RankMade:
+        """Collect a step's ``result``."""
         order, handed = self._order, understood(result, self._order.name, self._order.contract)
         if self._first is not None and not handed.modules and handed.gradients is None:
-            handed = replace(handed, modules=self._first[0].modules)  # it is enough to hand them back once
+            handed = replace(handed, modules=self._first[0].modules)  # returning them once suffices
         self._names = handed.names if order.contract.names is None else order.contract.names
         parts = self._parts(handed)
         if handed.by_parameter is not None:
@@ -220,7 +216,7 @@ class _Collector:
         return made
 
     def _unseen(self, *, added: bool) -> dict[str, str]:
-        """By law, why not all was seen that it needs. ``added``: gradients are what the step added to ``.grad``."""
+        """Return reasons for incomplete observation, by law. ``added``: gradients are in ``.grad``."""
         first = self._first_use
         broken = {
             "initial-weights": first.weights.broken,
@@ -230,9 +226,9 @@ class _Collector:
         }
         return {law: why for law, why in broken.items() if why}
 
-    def _parts(self, handed: HandedBack) -> tuple[ModulePart, ...]:
+    def _parts(self, handed: StepResult) -> tuple[ModulePart, ...]:
         if handed.gradients is not None and not handed.modules:
-            locals_ = tuple(Local(name, renamed(self._names, name, rank=self._rank)) for name in handed.gradients)
+            locals_ = tuple(Local(name, rename(self._names, name, rank=self._rank)) for name in handed.gradients)
             gradients, shards = in_parts(handed.gradients.items())
             return (ModulePart(locals_, gradients, shards=shards),) if locals_ else ()
         given = handed.by_parameter
@@ -256,20 +252,20 @@ class _Collector:
         for k in cut:
             part = values.pop(k, None)
             if part is None and digest(parameters[k]) == locals_[k].content:
-                part = parameters[k].detach().to("cpu", copy=True)  # as others by chance, such as zeros
+                part = parameters[k].detach().to("cpu", copy=True)  # others may match by chance, such as zeros
             weights |= {} if part is None else {k: (shards[k], part)}
             locals_[k] = replace(locals_[k], content=None)
         weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         calls = self._watcher.calls(module, warmup=self._order.contract.warmup if self._first is None else 0)
-        sums = {k: self._first_use.begun(one) for k, one in enumerate(parameters)}
+        sums = {k: self._first_use.initial_gradient(one) for k, one in enumerate(parameters)}
         return ModulePart(
             tuple(locals_),
             gradients,
             values,
-            # As they are now: what is cleared later was used, and of copies nothing is lost in ``.grad``.
+            # A snapshot: later clearing came after use. With returned copies, clearing ``.grad`` loses nothing.
             tuple(replace(one, cleared=one.cleared if given is None else ()) for one in calls or ()) or None,
             shards,
-            missed="" if calls is None or calls else self._missed(module),
+            missed="" if calls is None or calls else self._explain_missed(module),
             weights=weights,
             after=after,
             begun={k: one for k, one in sums.items() if one is not None},
@@ -280,25 +276,25 @@ class _Collector:
     def _local(
         self, name: str, holder: nn.Module, leaf: str, held: Tensor, chunk: int, content: bytes | None = None
     ) -> Local:
-        said = renamed(self._names, name, rank=self._rank, chunk=chunk)
+        said = rename(self._names, name, rank=self._rank, chunk=chunk)
         return Local(name, said, self._origin.name(holder, leaf, held), content)
 
     def _buffers(self, module: nn.Module, chunk: int) -> Iterator[tuple[Local, Tensor]]:
-        """The buffers of a module that this rank has whole, where several operations are compared."""
-        for name, holder, leaf, buffer in _held(module, "_buffers") if self._order.contract.operations else ():
+        """Yield a module's whole buffers, if several operations are compared."""
+        for name, holder, leaf, buffer in _list_held(module, "_buffers") if self._order.contract.operations else ():
             if not isinstance(buffer, InShards) and not buffer.is_meta:
                 yield self._local(name, holder, leaf, buffer, chunk), buffer.detach().to("cpu", copy=True)
 
     def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
-        """The parts of weights in shards, where the whole was never seen."""
+        """Yield sharded weight parts whose whole was never observed."""
         for k, parameter in enumerate(parameters):
             part = self._first_use.part_of(parameter)
-            where = None if part is None else placed_as(parameter)
+            where = None if part is None else find_shard(parameter)
             if part is not None and where is not None:
                 yield k, (where, part)
 
-    def _missed(self, module: nn.Module) -> str:
-        """Why no call of ``module`` may have been seen, although it is watched."""
+    def _explain_missed(self, module: nn.Module) -> str:
+        """Return a likely reason why ``module`` has no observed call."""
         if unseen := self._watcher.unseen(module):
             return unseen
         if self._watcher.compiled:
@@ -309,11 +305,11 @@ class _Collector:
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every parameter under each of its names, with the module that holds it and its name there."""
-    return _held(module, "_parameters")
+    """List parameters under all names, each with its module and local name."""
+    return _list_held(module, "_parameters")
 
 
-def _held(module: nn.Module, what: str) -> list[tuple[str, nn.Module, str, Any]]:
+def _list_held(module: nn.Module, what: str) -> list[tuple[str, nn.Module, str, Any]]:
     return [
         (f"{prefix}.{leaf}" if prefix else leaf, holder, leaf, one)
         for prefix, holder in module.named_modules()
@@ -323,9 +319,9 @@ def _held(module: nn.Module, what: str) -> list[tuple[str, nn.Module, str, Any]]
 
 
 def _as_first(parts: Sequence[ModulePart], first: Sequence[ModulePart], step: str) -> tuple[ModulePart, ...]:
-    """``parts`` of a later operation, whose parameters go by what they were in the ``first``.
+    """Return a later operation's ``parts`` under ``first`` names.
 
-    Where gradients are handed back by name, an operation that gives none may hand back none. Raises ``HandBackError``.
+    With gradients by name, an operation without gradients may return none. Raises ``HandBackError``.
     """
     if not parts:
         return tuple(ModulePart(one.locals, (None,) * len(one.locals), later=True) for one in first)
@@ -338,19 +334,19 @@ def _as_first(parts: Sequence[ModulePart], first: Sequence[ModulePart], step: st
 
 
 def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, Shard]) -> Iterator[int]:
-    """The weights of which this rank has just the part that it has of the gradient: cut up by hand, not by DTensors."""
+    """Yield weights cut by hand like their gradients, rather than by DTensor."""
     for k, shard in shards.items():
         if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == shard.lengths:
             yield k
 
 
 def _as_it_is(parameter: nn.Parameter, shard: Shard | None) -> tuple[Shard | None, Tensor]:
-    """Where this rank's part of a parameter lies, and the part. ``shard``: where its gradient does, if cut alike."""
+    """Return a parameter's local part with its position. ``shard``: its gradient's, if cut alike."""
     held = parameter.to_local() if isinstance(parameter, InShards) else parameter
     return shard_of(parameter) or shard, held.detach().to("cpu", copy=True)
 
 
 def _gradient(parameter: nn.Parameter) -> Any:
-    """A parameter's gradient; where there is none, a sharded one's shard all the same."""
+    """Return a parameter's gradient, or an empty shard for a sharded one."""
     shard = shard_of(parameter) if parameter.grad is None else None
     return parameter.grad if shard is None else (None, shard)

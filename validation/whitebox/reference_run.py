@@ -1,4 +1,4 @@
-"""The reference's own run over the microbatches of a task."""
+"""The reference's run over a task's microbatches."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from pipeproof.core.judge import one_thread
 from pipeproof.core.limits import FP32
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import same_bits, scalar_error
-from pipeproof.core.verdict import Crash, raised
+from pipeproof.core.verdict import Crash, describe_error
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import types_in
@@ -24,20 +24,20 @@ from pipeproof.whitebox.task import ReferenceRaised, Task
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
-def computed_in(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> torch.dtype | None:
-    """The narrowest type that ``model`` computes in, by autocast or by hand; None where it is not narrow."""
+def narrowest_type(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> torch.dtype | None:
+    """Return the narrowest computing type, by autocast or casts. None if not narrow."""
     owner = {name: 0 for name, _ in model.named_parameters(remove_duplicate=False)}
     reference = Reference(model, owner=owner, recipe=Recipe(loss=loss))
     try:
         with one_thread():
             types = types_in(lambda: reference.contribute(batches))
-    except Exception:  # no one type: it is the user's code, which may not run so
+    except Exception:  # any type: user code may fail here
         return None
     return max(types & _NARROW, key=lambda one: torch.finfo(one).eps, default=None)
 
 
 class SecondModel:
-    """A second model of ``task``, beside its ``first``; an iterable of one step, which builds it."""
+    """A second model for ``task``, beside ``first``; iterating takes one step, which builds it."""
 
     def __init__(self, task: Task, device: str, first: nn.Module) -> None:
         self._task, self._device, self._first = task, device, first
@@ -47,37 +47,37 @@ class SecondModel:
 
     @cached_property
     def model(self) -> nn.Module:
-        """It, with the weights that a step begins with."""
-        return self._task.built(self._device)
+        """The model with starting weights."""
+        return self._task.build(self._device)
 
     def like(self, task: Task) -> nn.Module:
-        """One of ``task``, with the weights that it begins with."""
-        return self.model if task is self._task else task.built(self._device)
+        """Return a model for ``task`` with its starting weights."""
+        return self.model if task is self._task else task.build(self._device)
 
     @cached_property
     def other_weights(self) -> str:
-        """The first parameter in which the two differ, in words; empty if none does."""
+        """First parameter that differs between both models, in words; empty if equal."""
         models = self._first, self.model
-        known, own = ({n: held_here(p) for n, p in one.named_parameters(remove_duplicate=False)} for one in models)
+        known, own = ({n: local_tensor(p) for n, p in one.named_parameters(remove_duplicate=False)} for one in models)
         alike = {name for name in known.keys() & own.keys() if same_bits(known[name], own[name])}
         name = next((name for name in {**known, **own} if name not in alike), "")
         seed = "seed it, e.g. torch.manual_seed(0) inside"
         return name and f"called twice it gave other weights, first {name}: {seed}"
 
     def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
-        """Whether any loss would be another in the other mode, or may be."""
+        """True if the other mode changes any loss, or fails."""
         loss = self._task.loss
         try:
             with one_thread(), torch.no_grad():
                 self.model.train(self._task.evaluates)
                 return list(known) != [loss.function(b.through(self.model), b.target).item() for b in batches]
-        except Exception:  # no one type: it is the user's code that runs
+        except Exception:  # any type: user code runs here
             return True
         finally:
             self.model.train(not self._task.evaluates)
 
     def other_loss(self, known: float, batch: Batch) -> str:
-        """How the loss of microbatch 0 differs between the two, in words; empty if it does not."""
+        """Describe how both models' losses on microbatch 0 differ; empty if equal."""
         loss = self._task.loss
         with one_thread():
             own = loss.function(batch.through(self.model), batch.target).item()
@@ -90,11 +90,10 @@ class SecondModel:
 
 
 class ReferenceRun:
-    """An iterator of which each step makes what ``model`` gives for one more microbatch of ``task``.
+    """Iterator that trains ``model`` on one more microbatch of ``task`` per step.
 
-    ``owner`` is the stage of every parameter name. While the ranks have yet to tell it, each name is a stage of its own
-    (None), and the run is surveyed in case they watch. late: this part of the divisor is left to gradients, once they
-    are added up; where losses are scaled, it is more.
+    owner: stage by parameter name. None while ranks still run: each name is its own stage, and a survey runs in case
+    they watch. late: part of the divisor applied to summed gradients; larger with a loss scale.
     """
 
     def __init__(
@@ -117,25 +116,25 @@ class ReferenceRun:
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
         self._left: dict[str, Tensor] = {}
-        self.crash: Crash | None = None  # of ours, where places were noted for a diagnosis
+        self.crash: Crash | None = None  # our own, while noting places for diagnosis
 
     def __iter__(self) -> "ReferenceRun":
         return self
 
     def __next__(self) -> None:
-        """Make the next microbatch's. What that raises is kept: where the ranks fail too, they are heard first."""
+        """Train on the next microbatch. Errors are stored: if ranks fail too, they report first."""
         if self._failure is not None or len(self._made) == len(self.batches):
             raise StopIteration
         try:
             with one_thread():
                 self._made.append(self._next())
-        except Exception as failure:  # no one type: it is the user's code that runs
+        except Exception as failure:  # any type: user code runs here
             self._failure = failure
 
-    def settled(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
-        """This run, where it has begun and holds for these owners; else another that does, from the same weights.
+    def settle(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
+        """Return this run if it has begun and suits these owners; otherwise a new one from the same weights.
 
-        It does not hold where two names of one tensor share a stage: autograd sums what they give in its own order.
+        It does not suit two names for one tensor in one stage: autograd sums their gradients in its own order.
         """
         begun = bool(self._made or self._failure)
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
@@ -147,32 +146,32 @@ class ReferenceRun:
     def other(
         self, owner: Mapping[str, int], *, watched: bool, late: float = 1.0, task: Task | None = None
     ) -> "ReferenceRun":
-        """Another run in these stages, from the same weights; ``task``: as this run's, with other routes."""
+        """Return another run with these stages, from the same weights; ``task``: with other routes."""
         task = task or self._task
-        return ReferenceRun(task, task.built(self.device), self._replicas, owner=owner, surveyed=watched, late=late)
+        return ReferenceRun(task, task.build(self.device), self._replicas, owner=owner, surveyed=watched, late=late)
 
     @property
     def device(self) -> str:
-        """Where it runs."""
+        """Its device type."""
         return next(self.model.parameters()).device.type
 
-    def _built(self) -> nn.Module:
-        return self._task.built(self.device)
+    def _build(self) -> nn.Module:
+        return self._task.build(self.device)
 
     def reference(
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
-        """The reference in these stages, which adds gradients up in this way."""
+        """Return the reference with these stages and accumulation."""
         recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation, outputs=self._task.named)
         return Reference(self.model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
-    def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
-        """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
+    def contributions(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
+        """Return contributions per microbatch in these stages. Raises ``ReferenceRaised``."""
         deque(self, maxlen=0)
         failure = self._failure
         if failure is not None:
             known = isinstance(failure, LossError)
-            why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
+            why = f"cannot be differentiated: {failure}" if known else f"raised {describe_error(failure)}"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
             raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
         self._left = self._left or {name: one.detach().cpu().clone() for name, one in self.model.named_buffers()}
@@ -180,51 +179,51 @@ class ReferenceRun:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """Those of the model, as the microbatches left them once all were made."""
+        """Model buffers after all microbatches."""
         return self._left
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those of the model, by all names."""
+        """Model weights under all names."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @property
     def places(self) -> Both | None:
-        """Where what passed, if the run was surveyed."""
+        """Surveyed places, or None."""
         return None if self._survey is None else self._survey.places
 
     def note_types(self) -> None:
-        """Note in the places that what passes was computed in a narrower type, if it was: that takes another run."""
+        """Add a narrower computing type to the places, if any: needs another run."""
         if self._survey is not None and self.computed_in is not None:
             for places in self._survey.places:
-                places.computed_in(self.computed_in)
+                places.note_type(self.computed_in)
 
     @cached_property
     def computed_in(self) -> torch.dtype | None:
-        """The narrowest type that the model computes in, by autocast or by hand; None where it is not narrow."""
-        return computed_in(self._built(), self.batches[:1], self._task.loss)
+        """Narrowest computing type, by autocast or casts. None if not narrow."""
+        return narrowest_type(self._build(), self.batches[:1], self._task.loss)
 
     def note_handed_on(self, cuts: Cuts) -> None:
-        """Note in the places of gradients what each of these stages hands on: that takes another run.
+        """Add each stage's partial gradients to the places: needs another run.
 
-        Some backwards, as of checkpoints, cannot be cut: that is left out. What else is raised is kept as ``crash``.
+        Some backwards, as with checkpoints, cannot be cut and are skipped. Other errors are stored as ``crash``.
         """
         if self._survey is None or not cuts:
             return
         try:
             with one_thread():
-                model, owner = self._built(), dict.fromkeys(self._parameters, 0)
+                model, owner = self._build(), dict.fromkeys(self._parameters, 0)
                 reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss, late=self._late))
                 self._survey.look_again(model, reference.losses(self.batches), cuts, [one.loss for one in self._made])
         except (RuntimeError, ReferenceRaised):
             return
-        except Exception as error:  # no one type: a fault of ours, which no verdict may depend on
+        except Exception as error:  # any type: our own fault, which must not affect verdicts
             self.crash = Crash.of(error)
 
     def _survey_again(self) -> None:
-        """Look once more where what passes, with all that a diagnosis reads."""
+        """Repeat the survey in full, for a diagnosis."""
         assert self._survey is not None, "only a survey asks for it"
-        model = self._built()
+        model = self._build()
         coming = self._own.of(model).contributing(self.batches)
         with one_thread():
             for number, batch in enumerate(self.batches):

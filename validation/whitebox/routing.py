@@ -1,4 +1,4 @@
-"""Which experts the ranks chose, by the routers and the microbatches of the reference."""
+"""Ranks' expert choices, by reference router and microbatch."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeproof.core.observe.observed import Routed
 from pipeproof.core.observe.routes import Route, Routes
-from pipeproof.core.routes import explained
+from pipeproof.core.routes import explain_choices
 from pipeproof.core.tolerance import Floor
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.choices import Choice, Choices, Chosen, of_experts, same_T
@@ -20,16 +20,16 @@ from pipeproof.reference.contribution import Contribution
 from pipeproof.whitebox.assemble import Assembled
 from pipeproof.whitebox.stages_in_order import PlacedStage
 
-_UNSEEN = "no router was seen to choose, as where torch.compile or a kernel of its own does"
+_UNSEEN = "no router was observed to choose, as where torch.compile or a kernel of its own does"
 _UNORDERED = "for tokens in parts, whose order does not show"
-_Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by the reference's router
+_Calls = Sequence[Mapping[str, Sequence[Route]]]  # of a stage, by reference router
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What every rank's routers chose; ``reason``: why that of some is not compared, in words.
+    """Router choices by rank; ``reason``: why some stay uncompared.
 
-    ``wrong``: the routers, each with a microbatch, whose choices rounding does not explain.
+    wrong: (router, microbatch) pairs whose choices rounding does not explain.
     """
 
     ranks: Mapping[int, Mapping[Routed, Sequence[Route]]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Routing:
 
     @staticmethod
     def of(found: Assembled, made: Sequence[Contribution]) -> "Routing":
-        """It, of the ranks that were ``found``; ``made``: what the reference has of each microbatch."""
+        """Collect choices from ``found``; ``made``: the reference's contributions."""
         ranks: dict[int, dict[Routed, Sequence[Route]]] = {}
         untold: list[str] = []
         every = {name: choices for one in reversed(made) for name, choices in one.choices.items()}
@@ -57,16 +57,16 @@ class Routing:
         return Routing(ranks, untold[0] if untold else "")
 
     def with_wrong(self, made: Sequence[Contribution], floor: Callable[[int, str, int], Floor]) -> "Routing":
-        """The same, with what is ``wrong``, and without what later routers chose for the microbatch: that follows.
+        """Mark unexplained choices as ``wrong``, and drop later ones in the same microbatch: they follow.
 
-        ``made``: by a reference that chose as the ranks. ``floor``: of a microbatch's scores, by router and choice.
+        made: from a reference that follows the ranks. floor: score floor by microbatch, router and choice.
         """
         wrong, kept = set[tuple[str, int]](), set[tuple[str, int]]()
-        for m, (one, told) in enumerate(zip(made, self._first(len(made)), strict=True)):
+        for m, (one, chosen) in enumerate(zip(made, self._first(len(made)), strict=True)):
             for name, choices in one.choices.items():
                 kept.add((name, m))
-                pairs = enumerate(zip(told.get(name, ()), choices, strict=False))
-                if not all(explained(route, choice, partial(floor, m, name, n)) for n, (route, choice) in pairs):
+                pairs = enumerate(zip(chosen.get(name, ()), choices, strict=False))
+                if not all(explain_choices(route, choice, partial(floor, m, name, n)) for n, (route, choice) in pairs):
                     wrong.add((name, m))
                     break
         ranks = {
@@ -75,15 +75,15 @@ class Routing:
         }
         return replace(self, ranks=ranks, wrong=wrong)
 
-    def chosen(self, microbatches: int) -> tuple[dict[str, Chosen], ...]:
-        """By microbatch, what each router chose on the first rank that has it, but for what is ``wrong``."""
+    def choices(self, microbatches: int) -> tuple[dict[str, Chosen], ...]:
+        """Return each microbatch's choices by router, from the first rank, without ``wrong`` ones."""
         return tuple(
             {name: [one.chosen_TK for one in every] for name, every in routes.items() if (name, m) not in self.wrong}
             for m, routes in enumerate(self._first(microbatches))
         )
 
     def _first(self, microbatches: int) -> tuple[dict[str, Sequence[Route]], ...]:
-        """By microbatch, what each router chose on the first rank that has it."""
+        """Return each microbatch's routes by router, from the first rank."""
         found: tuple[dict[str, Sequence[Route]], ...] = tuple({} for _ in range(microbatches))
         for routes in (self.ranks[rank] for rank in sorted(self.ranks)):
             for at, every in routes.items():
@@ -91,20 +91,20 @@ class Routing:
         return found
 
     def differs(self, made: Sequence[Contribution]) -> bool:
-        """Whether any router chose otherwise than in ``made``."""
+        """True if any router chose otherwise than in ``made``."""
         return any(
             not observed.equal(choice.chosen_TK.cpu())
-            for one, told in zip(made, self.chosen(len(made)), strict=True)
-            for name, every in told.items()
+            for one, chosen in zip(made, self.choices(len(made)), strict=True)
+            for name, every in chosen.items()
             for observed, choice in zip(every, one.choices[name], strict=True)
         )
 
 
-UNROUTED = Routing()  # of ranks whose routers are not looked at
+UNROUTED = Routing()  # for ranks without observed routers
 
 
 def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
-    """The stage that has it: that of its parameters, or else of those beside it."""
+    """Return the stage that owns a router's parameters, or its neighbours'."""
     within = router
     while within:
         held = [stage for name, stage in owner.items() if name.startswith(f"{within}.")]
@@ -117,9 +117,9 @@ def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
 def _bundles(
     stage: PlacedStage, found: Assembled, choices: Choices, routers: Sequence[str]
 ) -> Iterator[tuple[int, Routes, int]]:
-    """What the routers of a stage chose, rank by rank; of ranks that have parts of the same tokens, all on the first.
+    """Yield a stage's routes rank by rank; ranks that split tokens are joined on the first.
 
-    Each with in how many parts it came.
+    Each comes with its number of parts.
     """
     members = stage.part.members or ((stage.rank, stage.part),)
     together: dict[tuple[int, ...] | None, list[tuple[int, Routes]]] = {}
@@ -137,7 +137,7 @@ def _bundles(
 
 
 def _calls(observed: Routes, routers: Sequence[str], made: Sequence[Contribution], parts: int) -> tuple[_Calls, str]:
-    """What a stage's routers chose, call by call; none where that is not like what was ``made``, and why in words."""
+    """Return a stage's routes call by call; empty with a reason if they do not fit ``made``."""
     if not observed:
         return [], _UNSEEN
     if len(observed) != len(routers):
@@ -148,14 +148,14 @@ def _calls(observed: Routes, routers: Sequence[str], made: Sequence[Contribution
         own, why = _own_calls(name, routes, made, parts)
         untold += [f"{local or name or 'the model'} chose {why}"] if why else []
         for call, every in zip(calls, own, strict=False):
-            call |= {name: every} if every else {}  # else it did not run for this microbatch
+            call |= {name: every} if every else {}  # otherwise it skipped this microbatch
     return calls, untold[0] if untold else ""
 
 
 def _own_calls(
     name: str, routes: Sequence[Route], made: Sequence[Contribution], parts: int
 ) -> tuple[Sequence[Sequence[Route]], str]:
-    """What the router of this ``name`` chose, call by call; none where that is not like the reference's, and why."""
+    """Return a router's routes call by call; empty with a reason if they do not fit the reference's."""
     calls: list[Sequence[Route]] = []
     counts = [len(one.choices.get(name, ())) for one in made]
     if len(routes) != sum(counts):
@@ -173,23 +173,23 @@ def _own_calls(
 
 
 def _times(counts: Sequence[int]) -> str:
-    """How often a router chose in microbatches, in words."""
+    """Describe a router's choices per microbatch."""
     return f"{some(counts[0], 'time')} in each" if len({*counts}) == 1 else f"{', '.join(map(str, counts))} times"
 
 
 def _unlike(route: Route, choice: Choice) -> str:
-    """What keeps a choice from being compared, in words; empty where nothing does."""
-    seen_TK = route.chosen_TK
-    if seen_TK.shape != choice.chosen_TK.shape:
-        observed, expected = (f"{k} for each of {t}" for t, k in (seen_TK.shape, choice.chosen_TK.shape))
+    """Return why a choice cannot be compared; empty if it can."""
+    observed_TK = route.chosen_TK
+    if observed_TK.shape != choice.chosen_TK.shape:
+        observed, expected = (f"{k} for each of {t}" for t, k in (observed_TK.shape, choice.chosen_TK.shape))
         return f"{observed} tokens, and the reference {expected}"
-    largest, experts = int(seen_TK.max()), choice.scores_TE.shape[-1]
+    largest, experts = int(observed_TK.max()), choice.scores_TE.shape[-1]
     return f"number {largest}, and the reference among {experts}" if largest >= experts else ""
 
 
 def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
-    """The microbatch of each of ``calls``: as they come, unless all routers say that they came in another order."""
-    if not calls or all(_alike(call, made[m]) for call, m in zip(calls, share, strict=True)):
+    """Return each call's microbatch: in order, unless all routers show another one."""
+    if not calls or all(_is_alike(call, made[m]) for call, m in zip(calls, share, strict=True)):
         return [*share][: len(calls)]
     off = [{m: _off(call, made[m]) for m in share} for call in calls]
     likest = [min((one[m], m != own, m) for m in share)[2] for one, own in zip(off, share, strict=True)]
@@ -199,7 +199,7 @@ def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) ->
 
 
 def _off(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
-    """How far off the scores of a microbatch must be, of the router of which they must be furthest."""
+    """Return the largest score error that the routes imply, over a microbatch's routers."""
     pairs = [(routes, made.choices.get(name, ())) for name, routes in call.items()]
     if any(len(own) != len(expected) or any(map(_unlike, own, expected)) for own, expected in pairs):
         return inf
@@ -209,8 +209,8 @@ def _off(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
     )
 
 
-def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
-    """Whether the same is chosen for every token."""
+def _is_alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
+    """True if all tokens have the same experts."""
     return all(
         bool(same_T(route.chosen_TK, choice.own_TK.cpu()).all())
         for name, routes in call.items()
@@ -218,13 +218,13 @@ def _alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
     )
 
 
-_LESS = 0.1  # of what scores must be off in another order: where all are nearly equal no order shows
+_LESS = 0.1  # required score gain from another order: nearly equal tokens show no order
 _UNITS = 4
-_MOST = 0.75  # of all tokens: in an order that is not theirs so many do not go where they should
+_MOST = 0.75  # share of tokens: in a wrong order, more go elsewhere
 
 
 def join_routes(parts: Sequence[Routes]) -> Routes:
-    """What the routers of ranks chose that have a part of the tokens each, one part after another."""
+    """Concatenate routes from ranks that split the tokens."""
     first, *_ = parts
     every = [[*routes.values()] for routes in parts]
     return {
@@ -234,19 +234,19 @@ def join_routes(parts: Sequence[Routes]) -> Routes:
 
 
 def in_own_order(routes: Sequence[Route], expected: Sequence[Choice], *, parts: int = 1) -> Sequence[Route] | None:
-    """``routes`` of one call, which has the tokens in so many ``parts``, in the order of the reference's tokens.
+    """Reorder one call's ``routes``, in ``parts`` token parts, to the reference's tokens.
 
-    Where the order does not show, whole ones are as they are, and parts are None.
+    If no order shows, whole routes stay, and split ones are None.
     """
     experts = of_experts(expected)
     if not experts or (alike := _in_place(routes, expected, experts[-1])) == 1.0:
         return routes
     if parts > 1 and not all(choice.of_tokens for choice in expected):
-        return None  # an expert that chooses tokens does so among those of a part
+        return None  # experts that choose tokens choose within a part
     best, off = routes, shortfall(routes[experts[-1]], expected[experts[-1]])
     tokens = len(expected[experts[-1]].own_TK)
     for order_T in _orders(tokens, parts):
-        other = [_moved(route, choice, order_T) for route, choice in zip(routes, expected, strict=True)]
+        other = [_reorder(route, choice, order_T) for route, choice in zip(routes, expected, strict=True)]
         share = _in_place(other, expected, experts[-1])
         if share > max(alike, _MOST) and shortfall(other[experts[-1]], expected[experts[-1]]) < _LESS * off:
             best, alike = other, share
@@ -254,14 +254,14 @@ def in_own_order(routes: Sequence[Route], expected: Sequence[Choice], *, parts: 
 
 
 def _in_place(routes: Sequence[Route], expected: Sequence[Choice], which: int) -> float:
-    """The part of tokens that go where they go in the reference."""
+    """Return the share of tokens with the reference's experts."""
     return float(same_T(routes[which].chosen_TK, expected[which].own_TK.cpu()).double().mean())
 
 
 def shortfall(route: Route, choice: Choice) -> float:
-    """How far off scores must be for tokens to go there, on average, relative to the largest score.
+    """Return the mean score error that the routes imply, relative to the largest score.
 
-    In an order that is not theirs that is very far; what a few units of its last place do is none.
+    A wrong order makes it very large; a few units in the last place count as none.
     """
     finite = choice.scores_TE[choice.scores_TE.isfinite()].double()
     largest = max(finite.abs().max().item() if len(finite) else 0.0, sys.float_info.min)
@@ -271,16 +271,16 @@ def shortfall(route: Route, choice: Choice) -> float:
 
 
 def _orders(tokens: int, parts: int) -> Iterator[Tensor]:
-    """For each order in which they may be, where in it the reference's tokens are."""
+    """Yield possible token orders, as the reference tokens' positions."""
     every_T = torch.arange(tokens)
     for rows in (count for count in range(2, tokens) if tokens % count == 0):
-        yield every_T.view(-1, rows).T.flatten()  # tokens by their place in a sequence, and then by row
+        yield every_T.view(-1, rows).T.flatten()  # by position, then row
     for rows in (count for count in range(2, tokens // parts + 1) if tokens // parts % count == 0 and parts > 1):
-        yield every_T.view(parts, rows, -1).transpose(0, 1).flatten()  # each rank's part of all rows
+        yield every_T.view(parts, rows, -1).transpose(0, 1).flatten()  # each rank has a part of all rows
 
 
-def _moved(route: Route, choice: Choice, order_T: Tensor) -> Route:
-    """``route`` in the reference's order of tokens, which are chosen for, or chosen."""
+def _reorder(route: Route, choice: Choice, order_T: Tensor) -> Route:
+    """Reorder ``route`` to the reference's tokens, whether tokens choose or are chosen."""
     chosen_TK = route.chosen_TK
     if not choice.of_tokens:
         return Route(order_T.argsort()[chosen_TK], route.dtype) if len(order_T) > int(chosen_TK.max()) else route

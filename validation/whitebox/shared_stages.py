@@ -1,8 +1,8 @@
-"""Ranks that hold the same stage: which microbatches each is given, and their parts put together as one.
+"""Join ranks that share a stage: their microbatches, and their parts.
 
-Replicas of a stage, or shards of its parameters, are handed back by several ranks. What they hold in common must be
-equal, what they hold apart must make up the whole; after that, the stage is judged as if one rank had it all.
-In a bidirectional pipeline ranks hold replicas of stages, at mirrored places, without being replicas of each other.
+Several ranks return replicas of a stage, or shards of its parameters. Common parts must be equal, shards must make up
+the whole; then the stage is judged as if on one rank. In a bidirectional pipeline, ranks hold replicas of stages at
+mirrored places, without being replicas of each other.
 """
 
 from collections import Counter
@@ -14,26 +14,25 @@ from torch import Tensor
 
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.digest import digest
-from pipeproof.core.observe.shards import Shard, flat_shard, gathered, in_flat_parts, untiled
+from pipeproof.core.observe.shards import Shard, find_untiled, flat_shard, in_flat_parts, join_shards
 from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.action import Action
-from pipeproof.reference.accumulation import added_onto
+from pipeproof.reference.accumulation import add_onto
 from pipeproof.whitebox.claims import Member, began, whole_gradient
 from pipeproof.whitebox.matching import Local, match
 from pipeproof.whitebox.rank import ModulePart, RankMade
 
 
 def likeness(part: ModulePart) -> tuple[object, ...]:
-    """Equal for parts that are one stage. Shards know their peers; the names of two stages can be the same."""
+    """Return a key, equal for parts of one stage. Shards know their peers; names may repeat between stages."""
     peers = next((shard.peers for shard in part.shards.values()), ())
     return (peers, *(one.said or one.identical or one.content or one.name for one in part.locals))
 
 
-def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
-    """Whether ranks hold all of the reference, each stage on two of them: that is no mistake, as in DualPipe.
+def is_mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
+    """True if ranks hold the whole reference with each stage twice, deliberately, as in DualPipe.
 
-    There are no fewer stages than ranks, or the model was not cut. ``known``: the contents of the reference's
-    parameters by name.
+    Requires at least as many stages as ranks: otherwise the model was not cut. known: reference contents by name.
     """
     parts = [part for one in made for part in one.parts]
     held = [local for part in parts for local in part.locals]
@@ -42,23 +41,23 @@ def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
     return whole and set(stages.values()) == {2} and len(stages) >= len(made)
 
 
-_APART = 1 << 32  # between the times of two ranks' calls: more than any step takes
+_APART = 1 << 32  # gap between two ranks' call times: longer than any step
 
 
 def join_parts(
     made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes] = MappingProxyType({})
 ) -> list[RankMade]:
-    """``made``, with what several ranks hold of one stage on the first of them, and microbatches numbered as given.
+    """Join each stage's parts on its first rank, and renumber microbatches globally.
 
-    ``known``: the contents of the reference's parameters by name.
+    known: reference contents by name.
     """
     bundles = _of_places(made, replicas.together, known) if replicas.together else _of_list(made, replicas, known)
     lines = _lines(bundles, replicas, len(made))
     return [
         replace(
             one,
-            parts=tuple(_merged(bundle, replicas, lines) for bundle in bundles if bundle[0][0] == rank),
-            actions=None if one.actions is None else tuple(_renumbered(one.actions, replicas.share(rank))),
+            parts=tuple(_merge(bundle, replicas, lines) for bundle in bundles if bundle[0][0] == rank),
+            actions=None if one.actions is None else tuple(_renumber_actions(one.actions, replicas.share(rank))),
             share=tuple(replicas.share(rank)),
             line=lines[rank],
         )
@@ -67,9 +66,9 @@ def join_parts(
 
 
 def _lines(bundles: Sequence[Sequence[Member]], replicas: Replicas, ranks: int) -> list[int]:
-    """The line of every rank: which it is of those with the same stages and the same data.
+    """Return each rank's line: its index among ranks with the same stages and data.
 
-    In a bidirectional pipeline all are of one line: ranks with the same stage have microbatches of their own.
+    A bidirectional pipeline has one line: ranks on one stage have separate microbatches.
     """
     found: dict[int, int] = {}
     for bundle in bundles:
@@ -81,14 +80,14 @@ def _lines(bundles: Sequence[Sequence[Member]], replicas: Replicas, ranks: int) 
 
 
 def _in_turn(bundle: Sequence[Member], replicas: Replicas) -> bool:
-    """Whether ranks with the same stage have microbatches of their own without being replicas of each other."""
+    """True if ranks on one stage have separate microbatches without being replicas."""
     return replicas.count == 1 and not replicas.together and not any(part.shards for _, part in bundle)
 
 
 def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> list[list[Member]]:
-    """The parts that are one stage: alike, on different ranks, and shards or of different replicas.
+    """Group parts into stages: alike, on different ranks, and sharded or from different replicas.
 
-    ``apart``: or replicas of a stage on ranks that are not replicas of each other.
+    apart: also group equal stages on ranks that are not replicas.
     """
     bundles: list[list[Member]] = []
     for rank, one in enumerate(made):
@@ -102,12 +101,12 @@ def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> li
 
 
 def _of_list(made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes]) -> list[list[Member]]:
-    """The parts of every stage of a list of replicas: those that are alike.
+    """Group parts for a list of replicas, by likeness.
 
-    Where some replica lacks one like a stage of another's, the list says which those are, unless ranks of several
-    places have stages that are alike: then its replicas are not in one order.
+    If a replica lacks some stage, the list's order decides, unless like stages lie at several places: then replicas
+    differ in order.
     """
-    found = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
+    found = _bundles(made, replicas, apart=replicas.count == 1 and is_mirrored(made, known))
     held = [bundle for bundle in found if bundle[0][1].locals]
     lacking = any(len({replicas.of[rank] for rank, _ in bundle}) < replicas.count for bundle in held)
     places, times = replicas.places, Counter(replicas.of)
@@ -118,7 +117,7 @@ def _of_list(made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, b
 
 
 def _of_places(made: Sequence[RankMade], places: Sequence[int], known: Mapping[str, bytes]) -> list[list[Member]]:
-    """The parts of every stage, where it is said which ranks hold it: all with the parameters of all in one order."""
+    """Group parts by declared places, each with all members' parameters in one order."""
     bundles: dict[tuple[int, int], list[Member]] = {}
     for rank, one in enumerate(made):
         for chunk, part in enumerate(one.parts):
@@ -129,13 +128,13 @@ def _of_places(made: Sequence[RankMade], places: Sequence[int], known: Mapping[s
             bundle += [
                 (rank, ModulePart((), ())) for rank, at in enumerate(places) if at == place and rank not in holders
             ]
-    return [_united(_with_whole_weights(bundle), known) for bundle in bundles.values()]
+    return [_unite(_with_whole_weights(bundle), known) for bundle in bundles.values()]
 
 
 def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
-    """``bundle``, with weights of which every rank has a part put together: each rank's own part, beside the others'.
+    """Join sharded weights on each rank: its own part, with others' parts.
 
-    So a rank whose part is wrong has other weights than the first. What is not all there stays unknown.
+    So a rank with a wrong part has different weights from the first. Incomplete weights stay unknown.
     """
     lying: dict[str, list[tuple[ModulePart, tuple[Shard, Tensor]]]] = {}
     for _, part in bundle:
@@ -145,19 +144,19 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
     for rank, part in bundle:
         locals_, values = list(part.locals), dict(part.values)
         for k, own in part.weights.items():
-            every = [own, *(one for of, one in lying[part.locals[k].name] if of is not part)]  # the first counts
-            whole = None if untiled([shard for shard, _ in every]) else gathered(every)
+            every = [own, *(one for of, one in lying[part.locals[k].name] if of is not part)]  # the first wins
+            whole = None if find_untiled([shard for shard, _ in every]) else join_shards(every)
             if whole is not None:
                 locals_[k], values[k] = replace(locals_[k], content=digest(whole)), whole
         made.append((rank, replace(part, locals=tuple(locals_), values=values, weights={})))
     return made
 
 
-def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:
-    """Every part with the parameters of all of them, each under one number; those that it lacks are named.
+def _unite(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:
+    """Number all members' parameters alike, and name the missing ones.
 
-    A part's parameters are told by what else it has: two ranks may call two experts by one name. Only where nothing in
-    it is the reference's, they are told by what others of the same name are.
+    A part's other parameters identify its own: two ranks may give two experts one name. Only a part without any
+    reference parameter is matched by equal names elsewhere.
     """
     numbers: dict[object, int] = {}
     locals_: list[Local] = []
@@ -166,30 +165,30 @@ def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member
     names = {content: name for name, content in known.items() if count[content] == 1}
     sure = [{one.name: name for one in part.locals if (name := _sure(one, names)) is not None} for _, part in bundle]
     others = {mate: name for one in sure for mate, name in one.items()}
-    for (_, part), told_here in zip(bundle, sure, strict=True):
+    for (_, part), matched in zip(bundle, sure, strict=True):
         found = match([part.locals], known).names
         times: Counter[object] = Counter()
         own.append({})
         for k, one in enumerate(part.locals):
-            name = found.get((0, k)) if told_here else others.get(one.name, found.get((0, k)))
-            told = (name or one.name, name is None)
-            times[told] += 1
-            number = numbers.setdefault((told, times[told]), len(numbers))
+            name = found.get((0, k)) if matched else others.get(one.name, found.get((0, k)))
+            key = (name or one.name, name is None)
+            times[key] += 1
+            number = numbers.setdefault((key, times[key]), len(numbers))
             if number == len(locals_):
                 locals_.append(replace(one, said=name or one.said))
             own[-1][number] = k
-    made = [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
-    flat = _lies_flat(bundle)  # then what a mapping leaves out is no part, and not a parameter that the rank lacks
+    made = [(rank, _renumber_part(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
+    flat = _lies_flat(bundle)  # then absence from a mapping means no part, rather than no parameter
     return [(rank, replace(part, lacks=frozenset()) if flat and part.nameless else part) for rank, part in made]
 
 
 def _sure(one: Local, names: Mapping[bytes, str]) -> str | None:
-    """What it is in the reference, where more than its name tells; ``names``: by weights that one alone has there."""
+    """Return its reference name, unless its own name is the only hint; ``names``: by unique content."""
     return one.said or one.identical or (None if one.content is None else names.get(one.content))
 
 
-def _numbered(part: ModulePart, locals_: Sequence[Local], own: Mapping[int, int]) -> ModulePart:
-    """``part`` with the parameters ``locals_``, of which number n is its own number ``own[n]``."""
+def _renumber_part(part: ModulePart, locals_: Sequence[Local], own: Mapping[int, int]) -> ModulePart:
+    """Renumber ``part`` to ``locals_``; number n was ``own[n]``."""
     return replace(
         part,
         locals=tuple(replace(part.locals[own[n]], said=one.said) if n in own else one for n, one in enumerate(locals_)),
@@ -208,9 +207,9 @@ def _belongs(rank: int, part: ModulePart, bundle: Sequence[Member], replicas: Re
     return apart or bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
 
 
-def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> ModulePart:
+def _merge(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> ModulePart:
     if _lies_flat(bundle):
-        bundle = [(rank, _flattened(part)) for rank, part in bundle]
+        bundle = [(rank, _flatten(part)) for rank, part in bundle]
     _, first = bundle[0]
     if len(bundle) == 1 and not first.shards:
         return replace(first, members=tuple(bundle))
@@ -221,11 +220,11 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
         gradients=tuple(whole_gradient(k, parts) for k, parts in enumerate(holders)),
         values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
         shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
-        after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _updated(k, parts)) is not None},
+        after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _join_updates(k, parts)) is not None},
         begun={
             k: left
             for k, parts in enumerate(holders)
-            if (left := added_onto([part.begun.get(k) for part in parts])) is not None
+            if (left := add_onto([part.begun.get(k) for part in parts])) is not None
         },
         calls=calls.pop(0, None),
         copies=calls,
@@ -233,21 +232,21 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
     )
 
 
-def _updated(k: int, holders: Sequence[ModulePart]) -> Tensor | None:
-    """A parameter after the step; None where that is not known, or not all there."""
+def _join_updates(k: int, holders: Sequence[ModulePart]) -> Tensor | None:
+    """Return a parameter after the step. None if unknown or incomplete."""
     lying = [part.after[k] for part in holders if k in part.after]
     parts = [(shard, weight) for shard, weight in lying if shard is not None]
     if not parts:
         return lying[0][1] if lying else None
-    return None if untiled([shard for shard, _ in parts]) else gathered(parts)
+    return None if find_untiled([shard for shard, _ in parts]) else join_shards(parts)
 
 
 def _lies_flat(bundle: Sequence[Member]) -> bool:
     return in_flat_parts(shard for _, part in bundle for shard in part.shards.values())
 
 
-def _flattened(part: ModulePart) -> ModulePart:
-    """``part`` of a stage in flat parts: what it has whole is all of a flat one, and nothing an empty one."""
+def _flatten(part: ModulePart) -> ModulePart:
+    """Convert a part in flat shards: a whole tensor becomes a full shard, an absent one an empty shard."""
     gradients, shards = list(part.gradients), dict(part.shards)
     for k, gradient in enumerate(gradients):
         if k not in shards:
@@ -257,39 +256,39 @@ def _flattened(part: ModulePart) -> ModulePart:
 
 
 def _calls(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> dict[int, tuple[Call, ...]]:
-    """Of every line that was watched, the calls of its ranks, one after the other."""
+    """Return each watched line's calls, rank after rank."""
     if replicas.sequence:
-        return {}  # a rank's tensors are parts of the reference's
+        return {}  # ranks hold parts of the reference's tensors
     found: dict[int, tuple[Call, ...]] = {}
     in_turn = _in_turn(bundle, replicas)
     for line in sorted({lines[rank] for rank, _ in bundle}):
         own = [(rank, part.calls) for rank, part in reversed(bundle) if lines[rank] == line]
-        seen = sorted({rank if in_turn else replicas.of[rank]: (rank, calls) for rank, calls in own}.items())
-        every = [(number * _APART, rank, calls) for number, (_, (rank, calls)) in enumerate(seen)]
+        observed = sorted({rank if in_turn else replicas.of[rank]: (rank, calls) for rank, calls in own}.items())
+        every = [(number * _APART, rank, calls) for number, (_, (rank, calls)) in enumerate(observed)]
         if all(calls is not None for *_, calls in every):
             found[line] = tuple(call.later(time, rank=rank) for time, rank, calls in every for call in calls or ())
     return found
 
 
-def _renumbered(actions: Sequence[Action], share: Sequence[int]) -> Iterator[Action]:
-    """A microbatch that the rank was not given keeps a number that none has."""
+def _renumber_actions(actions: Sequence[Action], share: Sequence[int]) -> Iterator[Action]:
+    """Renumber actions globally; foreign microbatches get unused numbers."""
     for action in actions:
         known = 0 <= action.microbatch < len(share)
         yield Action(action.stage, action.kind, share[action.microbatch] if known else -1 - action.microbatch)
 
 
 def with_late_weights(made: Sequence[Sequence[RankMade]]) -> list[list[RankMade]]:
-    """``made``, by operation, with weights after each as they are once all ranks have written them.
+    """Return ``made`` by operation, with weights as after all ranks' writes.
 
-    A weight is late where ranks that hold it left others in it, and began the next operation with the same. After the
-    last operation it does not show what becomes of such a one.
+    A weight is late if its ranks left different values, but started the next operation with equal ones. After the last
+    operation its fate is unknown.
     """
     operations = [[*one] for one in made]
     late: dict[tuple[int, int], set[int]] = {}
     for operation, following in zip(operations, made[1:], strict=False):
         for rank, one in enumerate(operation):
             pairs = list(zip(one.parts, following[rank].parts, strict=True))
-            found = [dict(_written_late(*pair)) for pair in pairs]
+            found = [dict(_late_weights(*pair)) for pair in pairs]
             operation[rank] = replace(one, parts=tuple(map(_with_weights, one.parts, found)))
             for chunk, new in enumerate(found):
                 late.setdefault((rank, chunk), set()).update(new)
@@ -299,8 +298,8 @@ def with_late_weights(made: Sequence[Sequence[RankMade]]) -> list[list[RankMade]
     return operations
 
 
-def _written_late(part: ModulePart, following: ModulePart) -> Iterator[tuple[int, Tensor]]:
-    """The late weights of ``part``, by number, as the ``following`` operation began with them."""
+def _late_weights(part: ModulePart, following: ModulePart) -> Iterator[tuple[int, Tensor]]:
+    """Yield late weights by number, with values from the ``following`` operation."""
     for k in part.after:
         left = {digest(one.after[k][1]) for _, one in part.members if k in one.after and one.after[k][0] is None}
         begun = {began(one, k) for _, one in following.members if k not in one.lacks}
@@ -309,12 +308,12 @@ def _written_late(part: ModulePart, following: ModulePart) -> Iterator[tuple[int
 
 
 def _with_weights(part: ModulePart, new: Mapping[int, Tensor | None]) -> ModulePart:
-    """``part``, whose weights after the operation are ``new`` (None: not seen), and those of no member of it."""
+    """Replace late weights by ``new`` (None: unobserved), and drop them from members."""
     known = {k: (None, weight) for k, weight in new.items() if weight is not None}
-    members = tuple((rank, _without(one, new)) for rank, one in part.members)
-    kept = _without(part, new)
+    members = tuple((rank, _drop_late(one, new)) for rank, one in part.members)
+    kept = _drop_late(part, new)
     return replace(kept, members=members, after={**kept.after, **known}, late=frozenset(new))
 
 
-def _without(part: ModulePart, late: Collection[int]) -> ModulePart:
+def _drop_late(part: ModulePart, late: Collection[int]) -> ModulePart:
     return replace(part, after={k: weight for k, weight in part.after.items() if k not in late})

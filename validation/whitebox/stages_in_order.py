@@ -1,4 +1,4 @@
-"""The stages that were handed back, in the order in which the model has them."""
+"""Order returned stages as in the model."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from pipeproof.whitebox.rank import ModulePart
 
 @dataclass(frozen=True)
 class Flow:
-    """Digests of what passed a module: what ``came`` in and what was ``returned`` to its outputs, by call.
+    """Digests at a module's boundary, by call: inputs (``came``), and output gradients (``returned``).
 
-    ``gave``: all that it put out. ``handed``: all that flowed on from its inputs.
+    gave: all outputs. handed: all input gradients.
     """
 
     came: Sequence[frozenset[bytes]] = ()
@@ -23,7 +23,7 @@ class Flow:
 
     @classmethod
     def of(cls, calls: Sequence[Call]) -> Self:
-        """That of these calls; zeros are anybody's."""
+        """Build from calls, without zeros, which match anything."""
         return cls(
             [_contents(call.inputs) for call in calls],
             [_contents(call.output_gradients.values()) for call in calls],
@@ -31,15 +31,15 @@ class Flow:
             _contents(one for call in calls for one in call.input_gradients.values()),
         )
 
-    def given_to(self, other: Self) -> int:
-        """How often ``other`` was called on what this gave, and this was sent back what ``other`` handed on."""
+    def count_given_to(self, other: Self) -> int:
+        """Count calls of ``other`` on this module's outputs, and gradients that ``other`` returned."""
         forward = sum(bool(one & self.gave) for one in other.came)
         return forward + sum(bool(one & other.handed) for one in self.returned)
 
     def feeds(self, other: Self) -> bool:
-        """Whether most of what passed between the two went from this to ``other``: a wrong message is no way."""
-        votes = self.given_to(other)
-        return 2 * votes >= max(1, len(other.came)) and votes > other.given_to(self)
+        """True if most traffic between both goes from this module to ``other``: a stray message changes nothing."""
+        votes = self.count_given_to(other)
+        return 2 * votes >= max(1, len(other.came)) and votes > other.count_given_to(self)
 
 
 def _contents(those: Iterable[Sketch]) -> frozenset[bytes]:
@@ -48,9 +48,9 @@ def _contents(those: Iterable[Sketch]) -> frozenset[bytes]:
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """A part that was handed back, at its place in the model; ``names`` and ``unmatched`` by the parameter's number.
+    """A returned part at its place in the model; ``names`` and ``unmatched`` by parameter number.
 
-    ``chunk`` is its number on its rank.
+    chunk: number on its rank.
     """
 
     index: int
@@ -62,7 +62,7 @@ class PlacedStage:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Where it comes if chunks are dealt to the ranks in turn."""
+        """Sort key for chunks dealt to ranks in turn."""
         return self.chunk, self.rank
 
     @property
@@ -76,10 +76,10 @@ Feeds = Callable[[PlacedStage, PlacedStage], bool]
 def in_order(
     stages: Sequence[PlacedStage], names: Sequence[str], several: Callable[[], Collection[str]], feeds: Feeds
 ) -> tuple[PlacedStage, ...]:
-    """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
+    """Sort stages by parameters unique to them; stages without any come by turn.
 
-    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same. One that
-    holds nothing comes where one ``feeds`` it, or it feeds one, and else last.
+    A parameter with ``several`` uses is never unique, even among equal stages. An empty stage follows a stage that
+    ``feeds`` it, or precedes one that it feeds, otherwise comes last.
     """
     order = {name: number for number, name in enumerate(names)}
     holders: dict[str, list[frozenset[str]]] = {}
@@ -90,14 +90,16 @@ def in_order(
     again = {name for name, held in holders.items() if len(held) > 1} - shared
     shared |= again.intersection(several()) if again else set()
     first = {id(one): min((order[name] for name in one.held - shared), default=None) for one in stages}
-    told = sorted((one for one in stages if first[id(one)] is not None), key=lambda one: (first[id(one)], one.rank))
+    ordered = sorted((one for one in stages if first[id(one)] is not None), key=lambda one: (first[id(one)], one.rank))
     for stage in sorted((one for one in stages if first[id(one)] is None), key=lambda one: one.turn):
-        at = max((k for k, other in enumerate(told, start=1) if other.turn < stage.turn), default=0)
-        told.insert(at if stage.held else _by_flow(stage, told, feeds), stage)
-    return tuple(replace(one, index=index) for index, one in enumerate(told))
+        at = max((k for k, other in enumerate(ordered, start=1) if other.turn < stage.turn), default=0)
+        ordered.insert(at if stage.held else _by_flow(stage, ordered, feeds), stage)
+    return tuple(replace(one, index=index) for index, one in enumerate(ordered))
 
 
-def _by_flow(stage: PlacedStage, told: Sequence[PlacedStage], feeds: Feeds) -> int:
-    """Where a stage comes among those that are ``told``, by what it was given and by what it gave."""
-    before = [k for k, other in enumerate(told, start=1) if feeds(other, stage)]
-    return max(before) if before else min((k for k, one in enumerate(told) if feeds(stage, one)), default=len(told))
+def _by_flow(stage: PlacedStage, ordered: Sequence[PlacedStage], feeds: Feeds) -> int:
+    """Return an empty stage's position among ``ordered`` ones, by its inputs and outputs."""
+    before = [k for k, other in enumerate(ordered, start=1) if feeds(other, stage)]
+    return (
+        max(before) if before else min((k for k, one in enumerate(ordered) if feeds(stage, one)), default=len(ordered))
+    )

@@ -1,4 +1,4 @@
-"""What must hold of a run that is not ours, and its right answers."""
+"""Laws and right answers for custom runs."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -23,78 +23,78 @@ from pipeproof.whitebox.operation_run import Course, OperationRun
 from pipeproof.whitebox.task import Optimizing, Task
 
 LAWS = (
-    "parameters-once",  # every parameter of the reference is held once, and nothing else is
-    "initial-weights",  # those that the step started from
-    "microbatches",  # every watched stage ran forward and backward once for each microbatch
-    "boundaries",  # what passed the boundaries of watched stages
-    "loss",  # each microbatch's, or the whole step's, on every rank that reports it
-    "presence",  # a gradient is None exactly where the reference's is
-    "gradient",  # every parameter's
-    "shards",  # those of a parameter make up the whole
-    "replicas",  # every replica holds every stage, and has the same gradients
-    "tied-copies",  # gradients of all copies are equal
-    "grad-norm",  # on every rank that reports it
+    "parameters-once",  # ranks hold each reference parameter once, and no others
+    "initial-weights",  # weights at the step's start
+    "microbatches",  # each watched stage ran each microbatch forward and backward once
+    "boundaries",  # tensors at watched stages' boundaries
+    "loss",  # per microbatch, or the step's total, on each reporting rank
+    "presence",  # a gradient is None exactly where the reference has None
+    "gradient",  # per parameter
+    "shards",  # a parameter's shards make up the whole
+    "replicas",  # each replica has each stage, with equal gradients
+    "tied-copies",  # gradients agree between all copies
+    "grad-norm",  # on each reporting rank
 )
-NAMED = ("outputs",)  # those that are handed back by name, for every microbatch
-ROUTED = ("routing",)  # which experts tokens went to
-UPDATED = ("updated-parameters",)  # what the optimizer made of them
+NAMED = ("outputs",)  # named outputs, per microbatch
+ROUTED = ("routing",)  # experts per token
+UPDATED = ("updated-parameters",)  # after the optimizer
 OF_SEVERAL = (
-    "buffers",  # what forwards leave behind, such as running statistics
-    "second-step",  # all of these in a later step: no stale state
-    "accumulation",  # all of these when gradients come from two operations
-    "eval",  # an evaluation: its losses, what it leaves as it was, and all of these in the step after it
+    "buffers",  # state written by forwards, such as running statistics
+    "second-step",  # all laws in a later step: no stale state
+    "accumulation",  # all laws when gradients come from two operations
+    "eval",  # an evaluation: losses, unchanged state, and all laws in the next step
 )
 
 
 class StepOracle:
-    """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
+    """Knows each microbatch's contribution, and sums them in any requested order."""
 
     def __init__(self, task: Task, runs: Sequence[OperationRun]) -> None:
         self._task, self._runs = task, runs
         self._optimizer = None if task.optimizer is None else Optimizing(task.optimizer)
-        self._pending: list[Pending] = []  # operations whose gradients the next update uses
+        self._pending: list[Pending] = []  # operations before the next update
         self._sums: Mapping[Site, Gradient] = {}
-        self._floors: dict[int, Floors] = {}  # of each update, by the number of its operation
+        self._floors: dict[int, Floors] = {}  # by update operation
 
     @property
     def precision(self) -> Precision:
-        """That of the reference's parameters."""
+        """The reference parameters' precision."""
         return precision_of_reference(self._runs[0].reference)
 
     def answer(self, number: int, orders: Orders) -> Answer:
-        """What operation ``number`` must give."""
+        """Return expected results for operation ``number``."""
         one = self._runs[number]
         name, batches, reference = self._task.plan[number], one.run.batches, one.reference
         expected = reference.before_update(batches, one.made, orders=orders, onto=self._sums)
         expected = replace(expected, operation=name, buffers=one.like.buffers)
         if name == "eval":
-            floors = Floors(reference, [Pending(expected, batches, orders)])  # as of a train: by gradients, too
+            floors = Floors(reference, [Pending(expected, batches, orders)])  # as in training: gradients count too
             return Answer(replace(expected, gradients={}, norm=None), floors, math.inf)
         self._pending.append(Pending(expected, batches, orders, reference))
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
             return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)
-        answer = self._updated(one, expected)
+        answer = self._update(one, expected)
         self._floors |= {} if answer.floors is None else {number: answer.floors}
         return answer
 
-    def moved(self, number: int) -> Nudged | None:
-        """How far weights that are one rounding off move operation ``number``; None where that is no update."""
+    def nudged(self, number: int) -> Nudged | None:
+        """Measure movement under weights one rounding off in operation ``number``. None without an update."""
         return self._floors[number].moved if number in self._floors else None
 
     def products(self, number: int) -> OtherProducts | None:
-        """The products that any rank rounded otherwise than the reference does in operation ``number``."""
+        """Return products that a rank rounded otherwise than the reference in operation ``number``."""
         one = self._runs[number]
         own = products_in(next(one.run.model.parameters()).device, sorts_in(one.run.model))
         return OtherProducts.among(own, [made.products for made in one.found.made])
 
-    def _updated(self, one: OperationRun, expected: Expected) -> Answer:
+    def _update(self, one: OperationRun, expected: Expected) -> Answer:
         optimizer = self._optimizer
-        updated = partial(self._task.updated, one.reference, by=optimizer, max_norm=one.found.max_norm)
+        updated = partial(self._task.update, one.reference, by=optimizer, max_norm=one.found.max_norm)
 
         def follow(gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
             parameters = updated(gradients)
-            if optimizer is not None:  # what floors ask for later begins where this one began
+            if optimizer is not None:  # later floors start from this state
                 self._optimizer = optimizer.next()
             return one.reference.norm(gradients), parameters
 
@@ -105,15 +105,15 @@ class StepOracle:
 
 
 def laws_of(task: Task) -> tuple[str, ...]:
-    """What must hold of a run of ``task``."""
+    """Return the laws for ``task``."""
     updates = UPDATED if task.optimizer is not None or task.contract.operations else ()
     named = NAMED if task.contract.outputs is not None else ()
     routed = ROUTED if task.routers else ()
     return (*LAWS, *named, *routed, *updates, *(OF_SEVERAL if task.contract.operations else ()))
 
 
-def required_of(course: Course, observed: Observed) -> Requirements:
-    """What must hold of what is ``observed`` in ``course``."""
+def requirements_of(course: Course, observed: Observed) -> Requirements:
+    """Return the requirements on ``observed`` results in ``course``."""
     task, runs = course.task, course.runs
     first, found = runs[0], runs[0].found
     unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
@@ -128,13 +128,13 @@ def required_of(course: Course, observed: Observed) -> Requirements:
         laws=laws,
         plan=plan,
         counts=tuple(len(one.made) for one in runs),
-        due=found.sites,
+        expected=found.sites,
         oracle=StepOracle(judged, runs),
         tied=found.tied,
         skipped=dict(not_applicable(observed)),
         missed=dict(not_observed(found, observed, unlike, first.routing.reason)) | dict.fromkeys(later, course.halted),
         remarks=found.remarks
-        | unreported(observed, first.made[0].outputs)
+        | list_unreported(observed, first.made[0].outputs)
         | ({"routing": first.routing.reason} if first.routing.reason else {})
         | (dict.fromkeys({*UPDATED} & {*laws}, unlike) if unlike else {}),
         unmatched=found.unmatched,
@@ -148,21 +148,21 @@ def required_of(course: Course, observed: Observed) -> Requirements:
     )
 
 
-_UNROUTED = "no router of the step was seen to choose"
-_BUFFERS = "no stage that has any was seen to run all microbatches in their order"
+_UNROUTED = "no router of the step was observed to choose"
+_BUFFERS = "no stage that has any was observed to run all microbatches in their order"
 
 
 def not_applicable(observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws that do not apply to what was handed back."""
+    """Return inapplicable laws with reasons."""
     claimed = _laws_of_claims(observed)
     laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
     return [(law, reason) for law, reason in laws if law not in claimed]
 
 
 def not_observed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> Sequence[tuple[str, str]]:
-    """The laws of whose matter nothing was handed back or watched.
+    """Return unobserved laws with reasons.
 
-    ``unlike``: why updates are not compared, ``unrouted``: why experts are not, if that is known.
+    unlike, unrouted: why updates or experts are not compared, if known.
     """
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
     every, claimed = [one for row in observed.ranks for one in row], _laws_of_claims(observed)
@@ -171,11 +171,11 @@ def not_observed(found: Assembled, observed: Observed, unlike: str, unrouted: st
     named = "gradients were handed back, not watched modules" if found.nameless else ""
     unwatched = found.missed or named or "no stage was watched: call watch(module)"
     if axis := found.replicas.sequence:
-        unwatched = f"ranks along {axis} have parts of every sequence, so what passes is not compared"
-    unseen = "gradients were handed back, not modules" if found.nameless else "no weight was seen before the step"
+        unwatched = f"ranks along {axis} have parts of every sequence, so boundary tensors are not compared"
+    unseen = "gradients were handed back, not modules" if found.nameless else "no weight was observed before the step"
     return [
         (law, reason)
-        for law, seen, reason in (
+        for law, reported, reason in (
             ("initial-weights", modules or not found.stages, unseen),
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
@@ -185,7 +185,7 @@ def not_observed(found: Assembled, observed: Observed, unlike: str, unrouted: st
             ("updated-parameters", not unlike or "updated-parameters" in claimed, Reason.OPTIMIZER.doubt(unlike)),
             ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
         )
-        if not seen
+        if not reported
     ]
 
 
@@ -193,11 +193,11 @@ def _laws_of_claims(observed: Observed) -> set[str]:
     return {claim.law for row in observed.ranks for one in row for claim in one.claims}
 
 
-def unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
-    """What the step does not report, by the law that needs it; ``outputs``: the names of those that it could."""
-    told = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
+def list_unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
+    """Return missing reports by law; ``outputs``: names the step could return."""
+    reported = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
     why = Reason.UNREPORTED.doubt("no rank reports a loss: hand losses back beside the modules")
-    found: dict[str, str] = {} if told else {"loss": why}
+    found: dict[str, str] = {} if reported else {"loss": why}
     named = {name for row in observed.ranks for one in row for name in one.outputs}
     if named and (left := [name for name in outputs if name not in named]):
         found["outputs"] = f"no rank hands back {first_few(left)}"

@@ -1,4 +1,4 @@
-"""Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
+"""Survey: sketches of all module outputs in the reference, with their gradients, by place."""
 
 import math
 from collections import defaultdict
@@ -22,17 +22,16 @@ from pipeproof.reference.handed_on import AutogradGraph, Cut
 from pipeproof.reference.outputs import outputs_noted
 
 REPLICA = " of a replica"
-TOGETHER = " and "  # between the places of gradients that flow together
+TOGETHER = " and "  # joins places whose gradients flow together
 _THROUGH = " through stage "
-_KEPT = b""  # the content of what is kept, until it is noted
+_KEPT = b""  # content of an unread kept tensor
 Result = TypeVar("Result")
 
 
 class Places(Mapping[str, Mapping[int, Sketch]]):
-    """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input.
+    """Sketches by place and microbatch; a place is a module's n-th output, or the model's n-th input.
 
-    What is kept is noted once somebody asks for it. Where contents alone were noted, ``gather`` notes what passed as
-    sketches, once that is asked for.
+    Kept tensors are digested on first use. If only digests were noted, ``gather`` sketches all tensors on demand.
     """
 
     def __init__(self, gather: Callable[[], None] | None = None) -> None:
@@ -66,25 +65,25 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
         return len(self._contents)
 
     def keep(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor``, which is kept here alone, passed there."""
+        """Keep ``tensor`` at ``place``, to digest it later."""
         self._contents.setdefault(place, {})[microbatch] = _KEPT
         self._kept.append((place, microbatch, tensor))
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor`` passed there."""
+        """Note ``tensor`` at ``place``."""
         if self.gather is None:
-            self.sketched(place, microbatch, tensor)
+            self.note_sketch(place, microbatch, tensor)
         else:
             self._note(place, microbatch, digest_of_values(tensor))
 
-    def sketched(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """The same, of what no one gathers."""
+    def note_sketch(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """Note ``tensor`` as a sketch at once."""
         self.add(place, microbatch, sketch(tensor))
 
-    def add(self, place: str, microbatch: int, seen: Sketch) -> None:
-        """What is ``seen`` passed there."""
-        self._note(place, microbatch, seen.digest)
-        self._sketches.setdefault(place, {})[microbatch] = replace(seen, computed=self._computed)
+    def add(self, place: str, microbatch: int, observed: Sketch) -> None:
+        """Add a sketch at ``place``."""
+        self._note(place, microbatch, observed.digest)
+        self._sketches.setdefault(place, {})[microbatch] = replace(observed, computed=self._computed)
 
     def _note(self, place: str, microbatch: int, content: bytes) -> None:
         contents = self._contents.setdefault(place, {})
@@ -93,7 +92,7 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             self._by_content.setdefault(content, []).append((place, microbatch))
 
     def _note_kept(self, is_sought: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Note what is kept, as far as it is sought."""
+        """Digest kept tensors that are sought."""
         kept, self._kept = self._kept, []
         for place, microbatch, tensor in kept:
             if is_sought(tensor):
@@ -101,19 +100,19 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             else:
                 self._kept.append((place, microbatch, tensor))
 
-    def computed_in(self, dtype: torch.dtype) -> None:
-        """What passes, and what will be noted, is known to be computed in ``dtype``, narrower than its own."""
+    def note_type(self, dtype: torch.dtype) -> None:
+        """Mark all sketches, now and later, as computed in narrower ``dtype``."""
         self._computed = dtype
         for made in self._sketches.values():
             made |= {microbatch: replace(one, computed=dtype) for microbatch, one in made.items()}
 
-    def recognise(self, seen: Sequence[Sketch]) -> bool:
-        """Whether all of ``seen`` but zeros pass anywhere, bit for bit: these are sketches of what does, then.
+    def recognise(self, observed: Sequence[Sketch]) -> bool:
+        """True if all nonzero sketches occur in the survey, bit for bit; stores them then.
 
-        Of what is kept, only what may be any of these is looked at.
+        Only kept tensors with a fitting norm are read.
         """
         norms = defaultdict[object, set[float]](set)
-        for one in seen:
+        for one in observed:
             norms[one.shape, one.dtype].add(one.norm)
 
         def is_sought(tensor: Tensor) -> bool:
@@ -122,38 +121,37 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             return any(not abs(own - norm) > own * torch.finfo(torch.float32).eps for norm in alike)
 
         self._note_kept(is_sought)
-        for one in seen:
+        for one in observed:
             if one.digest in self._by_content:
                 self._recognised.setdefault(one.digest, one)
-        return all(one.digest in self._by_content or not one.norm for one in seen)
+        return all(one.digest in self._by_content or not one.norm for one in observed)
 
-    def holding(self, seen: Sketch) -> Sequence[tuple[str, int]]:
-        """Every (place, microbatch) whose tensor ``seen`` is bit for bit, where it is more than zeros."""
-        return self._equal(seen) if seen.norm else ()
+    def holding(self, observed: Sketch) -> Sequence[tuple[str, int]]:
+        """Return (place, microbatch) pairs equal to a nonzero ``observed``, bit for bit."""
+        return self._equal(observed) if observed.norm else ()
 
-    def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
-        """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
-        if equal := self._equal(seen):
+    def find(self, observed: Sketch) -> Iterator[tuple[str, int]]:
+        """Yield (place, microbatch) pairs equal to ``observed``: bit for bit, otherwise up to rounding."""
+        if equal := self._equal(observed):
             yield from equal
             return
         for place, sketches in self.items():
             for microbatch, known in sketches.items():
-                if seen.is_like(known):
+                if observed.is_like(known):
                     yield place, microbatch
 
-    def _equal(self, seen: Sketch) -> Sequence[tuple[str, int]]:
-        if seen.digest not in self._recognised:
+    def _equal(self, observed: Sketch) -> Sequence[tuple[str, int]]:
+        if observed.digest not in self._recognised:
             self._note_kept()
-        return self._by_content.get(seen.digest, ())
+        return self._by_content.get(observed.digest, ())
 
-    def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
-        """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
+    def usual(self, observed: Sequence[Sketch | None]) -> tuple[str, ...]:
+        """Return places that match most of ``observed``, each in a different microbatch; empty without any match.
 
-        What is zero may be so in many places, and says nothing beside what is not. A few numbers are by chance like
-        others, so that of such most must pass there; and of those in a coarse type all, if none is known to the bit: in
-        it a small number's tangent is the number.
+        Zeros match many places, and count only among zeros. Few numbers match by chance, so most must match; in a
+        coarse type without exact matches all must: there a small number equals its tangent.
         """
-        there = [one for one in seen if one is not None]
+        there = [one for one in observed if one is not None]
         telling = [one for one in there if one.norm] or there
         found: dict[str, tuple[set[int], set[int]]] = {}
         apart: dict[str, list[float]] = {}
@@ -161,7 +159,7 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
             for place, microbatch in self.find(one):
                 numbers, ones = found.setdefault(place, (set(), set()))
                 numbers.add(microbatch)
-                ones.add(k)  # a mask that all microbatches have is one all the same
+                ones.add(k)  # all microbatches may share one mask
                 apart.setdefault(place, []).append(one.distance(self[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
@@ -179,40 +177,40 @@ def _is_coarse(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 
-Both = tuple[Places, Places]  # of tensors, and of gradients
+Both = tuple[Places, Places]  # tensors, gradients
 _Noting = Callable[[Places, str, int, Tensor], None]
 
 
-def handed_on(place: str, stage: int) -> str:
-    """Where the part of a tensor's gradient passes that ``stage`` hands on, to which the tensor comes."""
+def flow_place(place: str, stage: int) -> str:
+    """Return the place for a gradient part handed on by ``stage``."""
     return f"{place}{_THROUGH}{stage}"
 
 
 def is_part(place: str, whole: str) -> bool:
-    """Whether a part of the gradient at ``whole`` passes at ``place``."""
+    """True if ``place`` holds a part of the gradient at ``whole``."""
     several = whole.split(TOGETHER)
     return bool(whole) and (place.startswith(whole + _THROUGH) or (len(several) > 1 and place in several))
 
 
 class Survey:
-    """Looks where in ``model`` what passes, while it is trained on one microbatch after another.
+    """Records places while ``model`` trains on microbatches.
 
-    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large. ``again``:
-    watches all once more, where more than contents is asked for; without it sketches are noted at once.
+    replicas: gradients in one replica are this many times as large as their average. again: repeats the survey if more
+    than digests are needed; without it, sketches are made at once.
     """
 
     def __init__(self, model: nn.Module, *, replicas: int = 1, again: Callable[[], None] | None = None) -> None:
-        gather = None if again is None else self._gathered
+        gather = None if again is None else self._gather
         self.places: Both = Places(gather), Places(gather)
         self._model = model
         self._replicas = replicas
         self._again = again
-        self._room = 0  # bytes: no more than the gradients of the microbatches, which are kept too
+        self._room = 0  # bytes for kept tensors, at most the microbatches' gradients, which are kept too
 
     def watch(
         self, microbatch: int, batch: Batch, train: Callable[[], Result], *, other: nn.Module | None = None
     ) -> Result:
-        """What ``train`` returns, which trains the model on ``batch``, or an ``other`` that is like it."""
+        """Run ``train``, which trains the model (or an equal ``other``) on ``batch``, and record places."""
         forward, _ = self.places
         self._room += sum(one.nbytes for one in self._model.parameters() if one.requires_grad)
         for number, tensor in enumerate(batch.inputs):
@@ -224,39 +222,39 @@ class Survey:
     def look_again(
         self, model: nn.Module, losses: Iterator[tuple[Tensor, float]], cuts: Mapping[int, Cut], known: Sequence[float]
     ) -> None:
-        """Note what each of these stages hands on; ``losses``, which ``model`` makes, must be the ``known`` ones."""
+        """Record gradients handed on by these stages; ``losses`` from ``model`` must equal ``known`` ones."""
         for microbatch, expected in enumerate(known):
             graph = AutogradGraph()
             with outputs_noted(model, graph.note):
                 loss, divisor = next(losses)
             for stage, cut in cuts.items() if loss.item() == expected else ():
-                for place, gradient in graph.handed_on(loss / divisor, cut).items():
+                for place, gradient in graph.hand_on(loss / divisor, cut).items():
                     if gradient is not None:
-                        self._flowed(handed_on(place, stage), microbatch, gradient, note=Places.sketched)
+                        self._on_flow(flow_place(place, stage), microbatch, gradient, note=Places.note_sketch)
 
     def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """A module has put out ``tensor``; its gradient is noted when it flows."""
+        """Record a module output, and its gradient when it flows."""
         forward, _ = self.places
         self._see(forward, place, microbatch, tensor)
         if tensor.requires_grad:
-            flowed = partial(self._flowed, place, microbatch, note=self._see)
+            flowed = partial(self._on_flow, place, microbatch, note=self._see)
             tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
 
-    def _flowed(self, place: str, microbatch: int, gradient: Tensor, *, note: _Noting) -> None:
+    def _on_flow(self, place: str, microbatch: int, gradient: Tensor, *, note: _Noting) -> None:
         _, backward = self.places
         note(backward, place, microbatch, gradient)
         if self._replicas > 1:
             note(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas)
 
     def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor`` passed there; it is kept as it is while there is room."""
+        """Record ``tensor``, kept as is while memory allows."""
         if places.gather is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
             places.note(place, microbatch, tensor)
         else:
             self._room -= tensor.nbytes
             places.keep(place, microbatch, tensor.detach().clone())
 
-    def _gathered(self) -> None:
+    def _gather(self) -> None:
         assert self._again is not None, "asked for where contents alone are noted"
         for places in self.places:
             places.gather = None
@@ -264,7 +262,7 @@ class Survey:
 
 
 class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
-    """All that a model computes while this is open, also between its modules."""
+    """Records all intermediate tensors while active, also between modules."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch
@@ -272,7 +270,7 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
-        args, kwargs = (*given, None)[:2]  # by name there may be none
+        args, kwargs = (*given, None)[:2]  # absent for positional calls
         made = func(*args, **(kwargs or {}))
         self._random |= torch.Tag.nondeterministic_seeded in func.tags
         for tensor in tree_leaves(made):
@@ -280,11 +278,11 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
                 self._made.setdefault((tensor.shape, tensor.dtype), []).append(sketch(tensor))
         return made
 
-    def lacks(self, seen: Sketch) -> bool:
-        """Whether ``seen`` is nothing of that, nor a change of it, though it has the form of some.
+    def lacks(self, observed: Sketch) -> bool:
+        """True if tensors with equal form exist, but none equals or derives ``observed``.
 
-        Where random numbers are drawn others may be as right.
+        With random draws other values may be right too.
         """
-        alike = self._made.get((torch.Size(seen.shape), seen.dtype), ())
-        found = any(seen.is_like(one) or of_sketches(seen, one) is not None for one in alike)
+        alike = self._made.get((torch.Size(observed.shape), observed.dtype), ())
+        found = any(observed.is_like(one) or of_sketches(observed, one) is not None for one in alike)
         return bool(alike) and not found and not self._random

@@ -1,4 +1,4 @@
-"""What is to be validated, as the user gave it."""
+"""A validation's task, from the user's arguments."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeproof.core.contract import DEFAULTS, Contract, Outputs
-from pipeproof.core.verdict import raised
+from pipeproof.core.verdict import describe_error
 from pipeproof.pipeline.sizes import first_few, some
 from pipeproof.reference.choices import Chosen, Routers
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.model import LossFn
@@ -27,7 +27,7 @@ MakesOptimizer = Callable[[nn.Module], Optimizer | tuple[Optimizer, LRScheduler]
 
 
 class OptimizerError(Exception):
-    """What is to make an optimizer makes something else."""
+    """An optimizer function returned something else."""
 
 
 def _steps(one: object) -> bool:
@@ -36,9 +36,9 @@ def _steps(one: object) -> bool:
 
 @dataclass
 class Optimizing:
-    """What ``func`` makes of a model, as it was in ``state``; what its last step made of that is ``left``.
+    """Builds ``func``'s optimizer for a model, in ``state``; ``left`` stores its state after the last step.
 
-    The states are the optimizer's and, if there is one, its scheduler's.
+    States cover the optimizer and, if any, its scheduler.
     """
 
     func: MakesOptimizer
@@ -46,7 +46,7 @@ class Optimizing:
     left: tuple[dict[str, Any], ...] = field(default=(), init=False)
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer of ``model``, whose step is followed by its scheduler's. Raises ``OptimizerError``."""
+        """Build the optimizer for ``model``; a scheduler steps after it. Raises ``OptimizerError``."""
         made = self.func(model)
         optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
         if not isinstance(optimizer, Optimizer) or len(schedulers) > 1 or not all(map(_steps, schedulers)):
@@ -56,40 +56,40 @@ class Optimizing:
         for one, state in zip(every, self.state, strict=bool(self.state)):
             one.load_state_dict(copy.deepcopy(state))
 
-        def stepped(*_: Any) -> None:
+        def note_step(*_: Any) -> None:
             for one in every[1:]:
                 one.step()
             self.left = tuple(one.state_dict() for one in every)
 
-        optimizer.register_step_post_hook(stepped)
+        optimizer.register_step_post_hook(note_step)
         return optimizer
 
     def next(self) -> "Optimizing":
-        """The same, going on with what the last step left."""
+        """Continue from the last step's state."""
         return Optimizing(self.func, copy.deepcopy(self.left))
 
 
 @dataclass(frozen=True)
 class LossOfAll:
-    """A loss function that depends on all microbatches of the step: ``of`` makes it of their inputs and targets.
+    """A loss function over the whole step: ``of`` builds it from all microbatches' inputs and targets.
 
-    Where a step is held against itself, inputs are None: they stay where they are.
+    In a check of the step against itself inputs are None: they stay on their ranks.
     """
 
     of: Callable[[Sequence[tuple[Any, Any]]], LossFn]
 
 
 class WhiteBoxError(ValueError):
-    """A validation that cannot be: what was asked for makes no sense."""
+    """Raised for an impossible validation request."""
 
 
 class ReferenceRaised(Exception):
-    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
+    """The reference, user code, cannot run; its error is the cause."""
 
 
 @dataclass(frozen=True)
 class Continued:
-    """Copies the ``model`` of the operation before, which ``func`` built, and gives it these weights and buffers."""
+    """Copies ``model`` from the previous operation, built by ``func``, with new weights and buffers."""
 
     func: Callable[[], nn.Module]
     model: nn.Module
@@ -97,7 +97,7 @@ class Continued:
     buffers: Mapping[str, Tensor]
 
     def __call__(self) -> nn.Module:
-        model = copied(self.model)
+        model = deep_copy(self.model)
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.copy_(self.weights[name])
@@ -109,10 +109,9 @@ class Continued:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be validated, as the user gave it.
+    """A validation's subject, from the user's arguments.
 
-    ``evaluates``: it is one evaluation. ``routed``: by microbatch, what routers are to choose in place of what their
-    scores say.
+    evaluates: a single evaluation. routed: prescribed router choices by microbatch, overriding scores.
     """
 
     step: Step
@@ -126,16 +125,16 @@ class Task:
 
     @property
     def plan(self) -> tuple[str, ...]:
-        """The operations."""
+        """Operation names."""
         return self.contract.plan
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many microbatches every operation has."""
+        """Microbatches per operation."""
         return tuple(map(len, self.contract.parts(len(self.microbatches))))
 
     def operation(self, number: int, begun: "Continued | None" = None) -> "Task":
-        """Operation ``number`` as a task of its own; ``begun``: the reference that it begins with."""
+        """Return operation ``number`` as a task; ``begun``: its starting reference."""
         if not self.contract.operations:
             return self
         own = self.contract.parts(len(self.microbatches))[number]
@@ -148,7 +147,7 @@ class Task:
         )
 
     def check(self) -> None:
-        """Raise ``WhiteBoxError`` for what cannot be."""
+        """Raise ``WhiteBoxError`` for invalid arguments."""
         if not callable(self.step):
             raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
         check_builds("reference", self.reference)
@@ -167,13 +166,13 @@ class Task:
             self._batch(number)
 
     def check_routers(self, model: nn.Module) -> None:
-        """Raise ``WhiteBoxError`` where ``routers`` name no module of the reference, which is ``model``."""
+        """Raise ``WhiteBoxError`` if ``routers`` match no module in the reference ``model``."""
         if self.routers and not Routers(self.routers).among(model):
             have = first_few([name for name, _ in model.named_modules() if name])
             wanted = " or ".join(map(repr, self.routers))
             raise WhiteBoxError(f"routers: no module of the reference {self.name} is called {wanted}; it has {have}")
 
-    def updated(
+    def update(
         self,
         reference: Reference,
         gradients: Mapping[Site, Gradient],
@@ -183,19 +182,19 @@ class Task:
         norm: float | None = None,
         off: float = 0.0,
     ) -> dict[Site, Tensor]:
-        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
+        """Return parameters after the optimizer step with these gradients, clipped to ``max_norm``.
 
-        ``norm``: as if that were theirs; ``off``: with settings so far off. Raises ``ReferenceRaised``.
+        norm: used for clipping instead. off: relative change to all settings. Raises ``ReferenceRaised``.
         """
         if by is None:
             return {}
         try:
             made = lambda model: settings_off(by(model), off)  # noqa: E731
-            return reference.updated(gradients, made, max_norm=max_norm, norm=norm)
+            return reference.update(gradients, made, max_norm=max_norm, norm=norm)
         except OptimizerError as error:
             raise ReferenceRaised(f"optimizer={name_of(by.func)} {error}") from error
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"optimizer={name_of(by.func)} raised {raised(error)}") from error
+        except Exception as error:  # any type: user code
+            raise ReferenceRaised(f"optimizer={name_of(by.func)} raised {describe_error(error)}") from error
 
     @property
     def name(self) -> str:
@@ -203,31 +202,31 @@ class Task:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """The modules that choose experts."""
+        """Modules that choose experts."""
         return tuple(self.contract.routers)
 
     @property
     def in_pairs(self) -> bool:
-        """Whether a microbatch is a pair of inputs and target."""
+        """True if a microbatch consists of inputs and target."""
         return self.loss_fn is not None
 
     @property
     def beside(self) -> str:
-        """What the step is held against, in words."""
+        """The step's reference, in words."""
         return f"reference {self.name}"
 
     @property
     def loss(self) -> Loss:
-        """The loss of a microbatch, and what it is divided by."""
+        """Loss function and divisor."""
         function = self.loss_fn or (lambda output, target: output)
         return Loss(function, float(self.contract.loss_divisor or len(self.microbatches)))
 
     @property
     def named(self) -> Outputs | None:
-        """What of the model's output and the target is compared, by name."""
-        return None if self.contract.outputs is None else self._named
+        """Function for named outputs, if any."""
+        return None if self.contract.outputs is None else self._name_outputs
 
-    def _named(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
+    def _name_outputs(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
         assert self.contract.outputs is not None, "asked for where there are some"
         made = self.contract.outputs(output, target)
         if not isinstance(made, Mapping):
@@ -239,12 +238,12 @@ class Task:
 
     @property
     def hint(self) -> str:
-        """What a reference that cannot be run may lack."""
+        """Advice for a failing reference."""
         called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
         return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
 
     def title(self, ranks: int) -> str:
-        """The subject in words."""
+        """Describe the subject."""
         counts, plan = self.counts, self.plan if self.contract.operations else ()
         count = some(counts[-1], "microbatch")
         if len({*counts}) > 1:
@@ -253,35 +252,37 @@ class Task:
             count = f"{', '.join(plan)} of {count}"
         return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, {self.beside}"
 
-    def built(self, device: str) -> nn.Module:
-        """The reference, as every rank builds it."""
+    def build(self, device: str) -> nn.Module:
+        """Build the reference, as all ranks do."""
         try:
             model: nn.Module = self.reference()
-        except Exception as error:  # no one type: it is the user's code
-            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
+        except Exception as error:  # any type: user code
+            raise ReferenceRaised(
+                f"the reference {self.name} cannot be built: it raised {describe_error(error)}"
+            ) from error
         check_module(f"reference {self.name} returned", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
         return model.to(first_of(device)).train(not self.evaluates)
 
     def batches(self, model: nn.Module) -> list[Batch]:
-        """The microbatches for the reference, where ``model`` is."""
+        """Return the reference's microbatches, on ``model``'s device."""
         device = str(next(model.parameters()).device)
-        return [self._routed(number).to(device) for number in range(len(self.microbatches))]
+        return [self._route_batch(number).to(device) for number in range(len(self.microbatches))]
 
-    def repeated(self, device: str) -> frozenset[str]:
-        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
+    def repeated_parameters(self, device: str) -> frozenset[str]:
+        """Return parameters with several uses in the reference's first microbatch, under all names.
 
-        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
+        They may have a copy in each stage. Undetectable uses are omitted.
         """
-        model = self.built(device)
-        return repeated(model, self.batches(model)[0], self.loss.function)
+        model = self.build(device)
+        return repeated_parameters(model, self.batches(model)[0], self.loss.function)
 
-    def _routed(self, number: int) -> Batch:
+    def _route_batch(self, number: int) -> Batch:
         if not self.routers:
             return self._batch(number)
-        told = self.routed[number] if self.routed else {}
-        return replace(self._batch(number), routers=Routers(self.routers, told))
+        chosen = self.routed[number] if self.routed else {}
+        return replace(self._batch(number), routers=Routers(self.routers, chosen))
 
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
@@ -293,25 +294,25 @@ class Task:
 
 
 def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given`` as ``what`` is no function that builds a model."""
+    """Raise ``error`` unless ``given`` is a function that builds a model."""
     if isinstance(given, nn.Module) or not callable(given):
         raise error(f"{what} is a {type(given).__name__}: expected a function that builds it")
 
 
 def check_module(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
-    """Raise ``error`` where what is ``given``, ``what`` says by whom, is no model."""
+    """Raise ``error`` unless ``given`` is a model; ``what`` names its source."""
     if not isinstance(given, nn.Module):
         raise error(f"{what} a {type(given).__name__}: expected a torch.nn.Module")
 
 
 def check_loss_fn(given: Any) -> None:
-    """Raise ``WhiteBoxError`` where it is no function."""
+    """Raise ``WhiteBoxError`` unless ``given`` is callable."""
     if not callable(given):
         raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
 
 
 def pair_of(number: int, given: Any) -> tuple[Any, Any]:
-    """Inputs and target of the microbatch of this number. Raises ``WhiteBoxError``."""
+    """Split a microbatch into inputs and target. Raises ``WhiteBoxError``."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
         raise WhiteBoxError(
@@ -321,29 +322,29 @@ def pair_of(number: int, given: Any) -> tuple[Any, Any]:
     return inputs, target
 
 
-def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
-    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
+def repeated_parameters(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
+    """Return parameters with several uses in ``model`` on ``batch``, under all names; consumes the model."""
     model.requires_grad_()
     inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
     try:
         loss = loss_fn(model(*inputs), batch.target)
-    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
+    except RuntimeError:  # user code may reject inputs with gradients
         return frozenset()
     count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, one in parameters if count[id(one)] > 1)
 
 
 def name_of(function: object) -> str:
-    """What to call ``function``."""
-    function = getattr(function, "func", function)  # of a functools.partial
+    """Return a name for ``function``."""
+    function = getattr(function, "func", function)  # functools.partial
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-def shown(value: Any) -> str:
-    """A value in words: itself where it is short, else what it is."""
+def show(value: Any) -> str:
+    """Describe a value: itself if short, otherwise its type."""
     return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def form(tensor: Tensor) -> str:
-    """Its shape and type, in words."""
+    """Describe shape and dtype."""
     return f"shape {list(tensor.shape)} in {tensor.dtype}".replace("torch.", "")

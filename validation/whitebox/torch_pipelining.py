@@ -1,7 +1,7 @@
-"""``torch.distributed.pipelining`` under ``whitebox.validate``: what its schedules do, noted and not disturbed.
+"""``torch.distributed.pipelining`` under ``whitebox.validate``: record its schedules' actions without disturbance.
 
-A user's step builds a schedule of any class, also ``_PipelineScheduleRuntime`` with a CSV, and returns
-``step(schedule, microbatches)``. Not noted are actions that a custom function has replaced.
+A user's step builds any schedule class, also ``_PipelineScheduleRuntime`` with a CSV, and returns ``step(schedule,
+microbatches)``. Actions replaced by custom functions are not recorded.
 """
 
 import inspect
@@ -15,26 +15,26 @@ from pipeproof.core.observe.hook import Hook
 from pipeproof.core.observe.watching import watch
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.whitebox.handed_back import HandedBack
+from pipeproof.whitebox.handed_back import StepResult
 
-_ORDERS = ("pipeline_order_with_comms", "pipeline_order")  # of a schedule of several stages on a rank
+_ORDERS = ("pipeline_order_with_comms", "pipeline_order")  # for schedules with several stages per rank
 _CHUNKS = {
     "forward_one_chunk": Kind.FORWARD,
     "backward_one_chunk": Kind.BACKWARD,
     "backward_weight_one_chunk": Kind.BACKWARD_WEIGHT,
 }
-Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
+Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target per microbatch
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """This rank's stages of a schedule of torch's."""
+    """Return this rank's stages in a torch schedule."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def backwards_of(schedule: Any) -> Iterator[tuple[int, str, int]]:
-    """Stage, kind (B, I or W) and microbatch of every backward that a schedule of torch's has planned, rank by rank.
+    """Yield stage, kind (B, I or W) and microbatch for each planned backward, rank by rank.
 
-    Of a schedule of one stage on each rank nothing is planned: none of torch's own has backwards apart there.
+    Schedules with one stage per rank plan none: torch never splits their backwards.
     """
     planned: Mapping[int, Sequence[Any]] = next(
         (found for name in _ORDERS if (found := getattr(schedule, name, None))), {}
@@ -46,17 +46,16 @@ def backwards_of(schedule: Any) -> Iterator[tuple[int, str, int]]:
 
 
 class Recorder:
-    """Notes every chunk that the stages of ``schedule`` compute from now on, in order.
+    """Records each chunk that ``schedule``'s stages compute, in order.
 
-    ``called`` are the calls of the stages' modules within forwards, and whether they were in training mode; a trial run
-    in which torch looks for shapes is none.
+    called: module calls within forwards, with training mode, excluding torch's shape probe.
     """
 
     def __init__(self, schedule: Any) -> None:
         self.fence = Fence()
         self.executed: list[Action] = []
         self.called: list[tuple[Action, bool]] = []
-        self.forward: Action | None = None  # the one that is under way
+        self.forward: Action | None = None  # currently running
         self._stages, self._hooks = stages_of(schedule), list[Any]()
         self._before = {one: {name: vars(one)[name] for name in _CHUNKS if name in vars(one)} for one in self._stages}
         for stage in self._stages:
@@ -66,7 +65,7 @@ class Recorder:
             self._hooks.append(stage.submod.register_forward_pre_hook(note))
 
     def stop(self) -> None:
-        """Note nothing more, and leave the stages as they were."""
+        """Stop recording, and restore the stages."""
         for hook in self._hooks:
             hook.remove()
         for stage in self._stages:
@@ -75,7 +74,7 @@ class Recorder:
             vars(stage).update(self._before[stage])
 
     def begin(self) -> None:
-        """Forget what was noted so far."""
+        """Forget earlier records."""
         self.executed, self.called = [], []
 
     def _around(self, stage: Any, inner: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
@@ -104,13 +103,12 @@ def step(
     operation: str = "train",
     kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
-) -> HandedBack:
-    """One ``schedule.step`` on ``microbatches``, and what ``whitebox.validate`` wants to have back of it.
+) -> StepResult:
+    """Run ``schedule.step`` on ``microbatches``, and return the result for ``whitebox.validate``.
 
-    operation: with ``eval`` it is ``schedule.eval``; the modules' mode is the caller's. kwarg_mbs: keyword arguments of
-    the stages, for each microbatch. loss_kwargs: those of the loss function, from torch 2.13 on. The losses are those
-    that the schedule's loss function returned: undivided, unless that function divides. Where ``schedule.scale_grads``,
-    gradients are divided at last.
+    operation: ``eval`` runs ``schedule.eval``; the caller sets the modules' mode. kwarg_mbs: stage keyword arguments
+    per microbatch. loss_kwargs: loss function arguments, from torch 2.13 on. Losses come from the schedule's loss
+    function: undivided, unless it divides. With ``schedule.scale_grads``, gradients are divided at the end.
     """
     stages, recorder = stages_of(schedule), Recorder(schedule)
     for stage in stages:
@@ -120,11 +118,11 @@ def step(
     call = schedule.eval if operation == "eval" else schedule.step
     run(call, schedule, microbatches, losses, kwarg_mbs=kwarg_mbs, **options)
     how = Accumulation(late=schedule.scale_grads)
-    return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed, accumulation=how)
+    return StepResult([stage.submod for stage in stages], losses or None, None, recorder.executed, accumulation=how)
 
 
 def run(call: Callable[..., Any], schedule: Any, microbatches: Pairs, losses: list[Tensor], **options: Any) -> None:
-    """Call ``schedule.step`` or ``schedule.eval`` on microbatches as they are, without a batch to split."""
+    """Call ``schedule.step`` or ``schedule.eval`` on microbatches directly, without splitting a batch."""
     stages = stages_of(schedule)
     inputs = [pair[0] if isinstance(pair[0], tuple) else (pair[0],) for pair in microbatches]
     fed = inputs if any(stage.is_first for stage in stages) else [()] * len(inputs)
@@ -141,9 +139,9 @@ def by_microbatches(
     target_mbs: Any = None,
     **options: Any,
 ) -> Any:
-    """Call ``schedule.step`` or ``schedule.eval`` with what each microbatch has.
+    """Call ``schedule.step`` or ``schedule.eval`` with per-microbatch arguments.
 
-    torch takes them so since 2.15; before that its own way of splitting is replaced for this one call.
+    torch accepts them from 2.15 on; earlier versions get their splitting replaced for this call.
     """
     if "arg_mbs" in inspect.signature(call).parameters:
         named = {} if kwarg_mbs is None else {"kwarg_mbs": kwarg_mbs}

@@ -1,4 +1,4 @@
-"""Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
+"""Validate custom steps: run on ranks, run the reference, judge by externally visible laws."""
 
 import os
 import shlex
@@ -27,7 +27,7 @@ from pipeproof.whitebox.rank import RankMade, RankOrder, Step, digests, run_step
 from pipeproof.whitebox.reference_run import ReferenceRun, SecondModel
 from pipeproof.whitebox.shared_stages import join_parts, with_late_weights
 from pipeproof.whitebox.step_oracle import UPDATED
-from pipeproof.whitebox.step_verdict import judge, random_reference, undecided
+from pipeproof.whitebox.step_verdict import judge, random_reference, undecided_verdict
 from pipeproof.whitebox.task import MakesOptimizer, ReferenceRaised, Task, WhiteBoxError, name_of
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, of_failure
@@ -45,12 +45,12 @@ _READ = (
     "names",
     "warmup",
 )
-_TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
+_EXPLAINED = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 
 
 @dataclass(frozen=True)
 class WhiteBox:
-    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
+    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each step, in seconds (None: as the world)."""
 
     world: World
     timeout_s: float | None = None
@@ -68,27 +68,26 @@ class WhiteBox:
         timeout_s: float | None = None,
         **words: Any,
     ) -> Verdict:
-        """The verdict on ``step(model, microbatches)``, called on every rank, beside the reference.
+        """Validate ``step(model, microbatches)`` on all ranks against the reference.
 
-        ``model`` is ``reference()`` in training mode: the step cuts it into stages, or ignores it. It hands back its
-        modules, losses and norm, as ``HandedBack`` has them, before gradients are clipped or cleared.
+        ``model`` is ``reference()`` in training mode: the step cuts it into stages, or ignores it. It returns its
+        modules, losses and norm, as in ``StepResult``, before clipping or clearing gradients.
 
-        reference: builds the whole model. Or a ``Composed``: each rank then runs its own stages, which it has to watch,
-        again, and no device needs more; ``model`` is what ``build=`` of that makes, on the meta device, or None.
-        microbatches: pairs of inputs (a tensor or a tuple of tensors) and target.
-        ranks: how many; or a list, the replica of each rank. Of n replicas, replica r is given the microbatches r,
-        r + n, ..., and reports their losses. The reference sees all. Or a mesh, its axes and their sizes:
-        ``{"pp": 2, "dp": 2, "tp": 2}``, ranks as ``init_device_mesh`` numbers them. Ranks along tp, sp and cp are given
-        the same microbatches; those along dp, fsdp and ep share them. loss_fn: of output and target, a microbatch's
-        loss. Without it the model is called with all of a microbatch, and gives the loss. optimizer: makes the
-        reference's of the model, or a pair of it and a scheduler, which steps once after each update. With it the step
-        is to update its parameters once, and to leave their gradients; the weights after it are compared. contract:
-        what the step claims where that differs from the defaults, such as the divisor of losses, several operations, or
-        the names of parameters. timeout_s: how long the step may take, in seconds; a hang ends there. words: those of
-        the contract may be given here, too: ``loss_divisor=8`` is ``contract=Contract(loss_divisor=8)``.
+        reference: builds the whole model. Or a ``StageByStage``: each rank then reruns its own stages, which it must
+        watch, and no device needs more; ``model`` then comes from its ``build=``, on the meta device, or is None.
+        microbatches: pairs with inputs (a tensor or a tuple of tensors) and target. ranks: a count; or a list with each
+        rank's replica. With n replicas, replica r gets microbatches r, r + n, ..., and reports their losses. The
+        reference sees all. Or a mesh, as axis sizes: ``{"pp": 2, "dp": 2, "tp": 2}``, with ranks numbered as by
+        ``init_device_mesh``. Ranks along tp, sp and cp get the same microbatches; ranks along dp, fsdp and ep share
+        them. loss_fn: maps output and target to a microbatch's loss. Without it the model receives the whole
+        microbatch, and returns the loss. optimizer: builds the reference's optimizer for a model, or a pair with a
+        scheduler, which steps once after each update. With it the step must update its parameters once, and leave their
+        gradients; weights are then compared too. contract: the step's claims beyond the defaults, such as a loss
+        divisor, several operations, or parameter names. timeout_s: time limit in seconds; a hang ends there. words:
+        contract words may also be passed directly: ``loss_divisor=8`` means ``contract=Contract(loss_divisor=8)``.
 
-        Raises ``WhiteBoxError``, ``ContractError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher
-        started fewer. All else that goes wrong is in the verdict.
+        Raises ``WhiteBoxError``, ``ContractError`` and ``ReplicasError``, and ``NeedsMoreRanks`` if a launcher started
+        fewer. All other errors appear in the verdict.
         """
         began, build = perf_counter(), reference.whole if isinstance(reference, Expectation) else reference
         task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
@@ -104,64 +103,66 @@ class WhiteBox:
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
             for _ in self.world.interleavings():
-                verdict = bounded._validated(task, replicas)
-                if verdict.verdict != "pass":
+                verdict = bounded._validate(task, replicas)
+                if verdict.outcome != "pass":
                     break
         except (WhiteBoxError, NeedsMoreRanks):
             raise
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
-            verdict = _stopped(_title(task, replicas), error)
+            verdict = _stop_verdict(_title(task, replicas), error)
         verdict = self.world.complete(verdict)
         return self.hand_out(replace(verdict, rerun=_rerun(self.world), seconds=perf_counter() - began))
 
     def hand_out(self, verdict: Verdict) -> Verdict:
-        """``verdict``, as it is; pytest's fixture remembers whether its reader looks at it."""
+        """Return ``verdict``; pytest's fixture tracks its readers."""
         return verdict
 
-    def _linked(self, task: LinkedTask, replicas: Replicas) -> Verdict:
-        """The verdict on a step that its ranks hold against itself."""
+    def _validate_linked(self, task: LinkedTask, replicas: Replicas) -> Verdict:
+        """Judge a step that its own ranks check."""
         title, ranks = _title(task, replicas), len(replicas.of)
         order = RankOrder(task.step, task.reference, task.microbatches, task.contract, name_of(task.step), {}, replicas)
         bound_s = self.world.timeout_s if self.timeout_s is None else self.timeout_s
         try:
-            rows = self.world.run(task.by.checked, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
+            rows = self.world.run(task.by.check_on_rank, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
         except RankFailed as failure:
-            return _failed(title, failure)
+            return _failure_verdict(title, failure)
         laws = tuple(law for law in rows[0].laws if law.name not in UPDATED)  # the optimizer is not known
         return replace(rows[0], config=title, laws=laws)
 
-    def _validated(self, task: Task, replicas: Replicas) -> Verdict:
+    def _validate(self, task: Task, replicas: Replicas) -> Verdict:
         if isinstance(task, LinkedTask):
-            return self._linked(task, replicas)
+            return self._validate_linked(task, replicas)
         title, first = _title(task, replicas), task.operation(0)
-        model = first.built(self.world.device)
+        model = first.build(self.world.device)
         task.check_routers(model)
         known = contents(model)
         second, ahead = SecondModel(first, self.world.device, model), ReferenceRun(first, model, replicas)
         updates = task.optimizer is not None or bool(task.contract.operations)
-        name, told = name_of(task.step), replace(task.contract, outputs=None)  # the reference alone gives those
-        order = RankOrder(task.step, task.reference, task.microbatches, told, name, known, replicas, updates)
-        made, failure = self._made(order, chain(second, ahead))
+        name, contract = name_of(task.step), replace(task.contract, outputs=None)  # ranks need no outputs=
+        order = RankOrder(task.step, task.reference, task.microbatches, contract, name, known, replicas, updates)
+        made, failure = self._run_ranks(order, chain(second, ahead))
         if second.other_weights:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
-            return _failed(title, failure)
+            return _failure_verdict(title, failure)
         shared = [replicas.of_as_many(count) for count in task.counts]
         joined = with_late_weights([join_parts(one, by, known) for one, by in zip(made, shared, strict=True)])
-        repeated = partial(first.repeated, self.world.device)
+        repeated = partial(first.repeated_parameters, self.world.device)
         found = Assembled(model, known, joined[0], replicas, repeated, name=task.plan[0])
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
-            return undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+            return undecided_verdict(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made[0], digests(task.microbatches)):
-            return undecided(title, other)
-        run = ahead.settled(found.owner, watched=found.watched)
+            return undecided_verdict(title, other)
+        run = ahead.settle(found.owner, watched=found.watched)
         begun = OperationRun(first, found, run, accumulation_of(made[0], replicas))
         course = Course(title, task, second, (begun,)).through(joined)
-        return course.concluded(judge(course))
+        return course.conclude(judge(course))
 
-    def _made(self, order: RankOrder, meanwhile: Iterable[object]) -> tuple[list[list[RankMade]], RankFailed | None]:
-        """What the ranks made of each operation of ``order``, or how they failed."""
+    def _run_ranks(
+        self, order: RankOrder, meanwhile: Iterable[object]
+    ) -> tuple[list[list[RankMade]], RankFailed | None]:
+        """Return the ranks' results by operation, or their failure."""
         ranks = len(order.replicas.of)
         try:
             rows = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
@@ -174,14 +175,14 @@ class WhiteBox:
 
 
 def _join_messages(made: Sequence[RankMade]) -> None:
-    """Note at the messages that calls were given where they were sent."""
+    """Attach senders to received messages."""
     sent = {message: what for one in made for message, what in one.sent.items()}
     for call in (call for one in made for part in one.parts for call in part.calls or ()):
-        call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
+        call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
-    """Which rank was first given other microbatches than the reference's; empty if none was."""
+    """Describe the first rank with other microbatches than the reference; empty if equal."""
     for rank, one in enumerate(made):
         for number, (theirs, ours) in enumerate(zip_longest(one.given, own)):
             if theirs != ours:
@@ -193,15 +194,15 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
 
 
 def accumulation_of(made: Sequence[RankMade], replicas: Replicas) -> Accumulation:
-    """How the ranks say that they add gradients up, each replica those of its share first."""
-    told = next((one.accumulation for one in made if one.accumulation is not None), None)
-    return PLAIN if told is None else replace(told, shares=replicas.each)
+    """Return the ranks' declared accumulation, with each replica's share first."""
+    declared = next((one.accumulation for one in made if one.accumulation is not None), None)
+    return PLAIN if declared is None else replace(declared, shares=replicas.each)
 
 
-def _failed(title: str, failure: RankFailed) -> Verdict:
-    """The verdict where the ranks brought nothing back: what they did instead."""
+def _failure_verdict(title: str, failure: RankFailed) -> Verdict:
+    """Return the verdict for failed ranks."""
     if isinstance(failure.cause, HandBackError | NamesError):
-        return undecided(title, f"rank {failure.culprit}: {failure.cause}", reasons_of(*failure.cause.args))
+        return undecided_verdict(title, f"rank {failure.culprit}: {failure.cause}", reasons_of(*failure.cause.args))
     return of_failure(Verdict(title, "unknown", "none", ()), failure)
 
 
@@ -209,16 +210,16 @@ def _title(task: Task, replicas: Replicas) -> str:
     return task.title(len(replicas.of)) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
 
 
-def _stopped(title: str, error: Exception) -> Verdict:
-    """The verdict where there was nothing to judge: the reference cannot run, or something else was raised."""
-    blank, told = Verdict(title, "unknown", "none", ()), isinstance(error, _TOLD)
-    cause = error.__cause__ if told and isinstance(error.__cause__, Exception) else error
+def _stop_verdict(title: str, error: Exception) -> Verdict:
+    """Return the verdict for an error that prevented judging, such as a failing reference."""
+    blank, explained = Verdict(title, "unknown", "none", ()), isinstance(error, _EXPLAINED)
+    cause = error.__cause__ if explained and isinstance(error.__cause__, Exception) else error
     verdict = blank.before_its_end(Crash.of(cause))
-    return replace(verdict, stopped="", headline=str(error)) if told else verdict
+    return replace(verdict, stopped="", headline=str(error)) if explained else verdict
 
 
 def _rerun(world: World) -> str:
-    """What to type to have the same once more; what decided a simulated run is in the code, and is said."""
+    """Return the command to repeat this case; a simulated run's decision comes along."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     options = f"{world.decision.pytest_options if world.decision else ''} {world.seed_option}".strip()
     if test:
@@ -240,10 +241,10 @@ def validate(
     world: str = REAL,
     **words: Any,
 ) -> Verdict:
-    """As ``WhiteBox.validate``, on a world that lasts as long as this call.
+    """Like ``WhiteBox.validate``, in a world opened for this call.
 
     ``world``: ``real``, or ``simulated``, which finds races and hangs that real ranks show once in a thousand runs: one
-    interleaving, with gloo's rules. A ``SimulatedWorld`` of one's own has others, or all, and ``WhiteBox`` takes it.
+    interleaving, with gloo's rules. For others, or all, pass your own ``SimulatedWorld`` to ``WhiteBox``.
     """
     with open_world(world) as place:
         return WhiteBox(place).validate(

@@ -1,1 +1,1 @@
-"""Where jobs run: processes, torchrun, a pytest session over ranks; what they report, and where they stall."""
+"""Worlds: processes, torchrun, pytest sessions over ranks; rank reports and stalls."""

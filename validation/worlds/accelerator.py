@@ -1,7 +1,7 @@
-"""All that is known here of devices: which there are, how ranks share them, what carries their messages.
+"""Devices: types, sharing between ranks, and message backends.
 
-Everything elsewhere goes by a device's type, such as ``cpu`` or ``cuda``, or by its place, such as ``cuda:0``. torch is
-imported where it is asked: a command line names devices before it needs torch.
+Other rooms name a device by type, such as ``cpu`` or ``cuda``, or by place, such as ``cuda:0``. torch is imported
+within functions: the command line names devices before it needs torch.
 """
 
 import argparse
@@ -11,38 +11,38 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-_OLDEST = "2.13"  # of simulated ranks: before it, DTensor ends a process whose ranks are threads
+_OLDEST = "2.13"  # for simulated ranks: earlier DTensor ends processes whose ranks are threads
 CPU = "cpu"
-AUTO = "auto"  # what a command line says for the machine's accelerator, or its processor
-COMMON = (CPU, "cuda", "xpu", "mps", "mtia", "hpu")  # those that need no torch to be known
-HOST = "gloo"  # carries what lies in the host's memory, for any number of ranks
+AUTO = "auto"  # command line word for the accelerator, or else the CPU
+COMMON = (CPU, "cuda", "xpu", "mps", "mtia", "hpu")  # known without torch
+HOST = "gloo"  # carries host memory, for any number of ranks
 
-# To be asked whether there is a device may start its driver, and a process that is forked after that has none.
+# Device queries may start a driver, and processes forked later then have none.
 FORKED_LATER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class DeviceError(ValueError):
-    """A device that there is not, or text that names none."""
+    """Raised for absent devices, and for text without a device."""
 
 
 def refusal(kind: str) -> str:
-    """Why ``kind`` is no type of device that ranks could compute on; empty if it is one."""
-    if kind in COMMON or _named_by_torch(kind):
+    """Return why ``kind`` cannot be a ranks' device type; empty if it can."""
+    if kind in COMMON or _is_known_to_torch(kind):
         return ""
     if ":" in kind and not refusal(kind.partition(":")[0]):
         return f"device {kind!r} has a number: expected a type alone, such as {kind.partition(':')[0]}"
     return f"unknown device {kind!r}: torch names {', '.join(COMMON)}, and those of its extensions"
 
 
-def parsed(text: str) -> str:
-    """What an option says: a type, or ``auto``. Raises what argparse tells users of."""
+def parse_device(text: str) -> str:
+    """Parse a device option: a type, or ``auto``. Raises argparse's error for users."""
     if text != AUTO and (why := refusal(text)):
         raise argparse.ArgumentTypeError(why)
     return text
 
 
-def _named_by_torch(kind: str) -> bool:
-    """Whether it is torch's own accelerator, or that of an extension which has given torch a name for it."""
+def _is_known_to_torch(kind: str) -> bool:
+    """True for torch's accelerator, or an extension's registered name."""
     import torch
 
     current = torch.accelerator.current_accelerator()
@@ -50,15 +50,15 @@ def _named_by_torch(kind: str) -> bool:
 
 
 def split(device: str) -> tuple[str, int | None]:
-    """The type of ``device``, and its number if it has one. Raises ``DeviceError`` for what is no number."""
+    """Split ``device`` into type and optional number. Raises ``DeviceError`` for a malformed number."""
     kind, colon, number = device.partition(":")
     if colon and not (number.isascii() and number.isdecimal()):
         raise DeviceError(f"device {device!r}: expected a type, such as cuda, or a type and a number, such as cuda:0")
     return kind, int(number) if colon else None
 
 
-def found() -> str:
-    """The type of this machine's accelerator, or ``cpu``."""
+def detect() -> str:
+    """Return the machine's accelerator type, or ``cpu``."""
     import torch
 
     current = torch.accelerator.current_accelerator(check_available=True)
@@ -66,23 +66,23 @@ def found() -> str:
 
 
 def absence(kind: str) -> str:
-    """Why nothing can be computed on ``kind`` here; empty if it can."""
-    if kind in (CPU, found()):
+    """Return why nothing can run on ``kind`` here; empty if something can."""
+    if kind in (CPU, detect()):
         return ""
     return f"torch finds no {kind} device here"
 
 
 def count(kind: str) -> int:
-    """How many devices of it there are; the host is one."""
+    """Count devices; the host counts as one."""
     import torch
 
     if kind == CPU:
         return 1
-    return torch.accelerator.device_count() if kind == found() else 0
+    return torch.accelerator.device_count() if kind == detect() else 0
 
 
 def title(kind: str) -> str:
-    """How many there are, and what their makers call them, where torch knows it."""
+    """Describe devices: number, and product name if torch knows it."""
     import torch
 
     if kind == CPU:
@@ -92,14 +92,14 @@ def title(kind: str) -> str:
 
 
 def first_of(kind: str) -> str:
-    """The device that has the reference, which is on one."""
+    """Return the reference's device."""
     return CPU if kind == CPU else f"{kind}:0"
 
 
 def place_of(device: str, local_rank: int) -> str:
-    """Where a rank of this host computes: on ``device`` if that has a number, else ranks share all in turn.
+    """Return a local rank's device: a numbered ``device`` itself, otherwise all in turn.
 
-    Raises ``DeviceError`` where there is none.
+    Raises ``DeviceError`` without a device.
     """
     kind, number = split(device)
     if why := absence(kind):
@@ -112,10 +112,10 @@ def place_of(device: str, local_rank: int) -> str:
 
 
 def backend_of(device: str, local_ranks: int) -> str:
-    """What carries messages between ranks, so many of them on each host.
+    """Return the message backend for ``local_ranks`` ranks per host.
 
-    Ranks with a device each use what torch has for it (NCCL for CUDA). Several on one go through the host: NCCL refuses
-    two ranks on a device. So does a device that torch has nothing for.
+    Ranks with separate devices use torch's backend for them (NCCL for CUDA). Ranks on a shared device go through the
+    host: NCCL refuses two ranks per device. So do devices without a backend.
     """
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def backend_of(device: str, local_ranks: int) -> str:
 
 
 def use(place: str) -> None:
-    """Make ``place`` this process's own device."""
+    """Select this process's device."""
     import torch
 
     kind, number = split(place)
@@ -138,7 +138,7 @@ def use(place: str) -> None:
 
 
 def synchronize(place: str) -> None:
-    """Wait until the device has done what it was given; the host does nothing later."""
+    """Wait for the device's pending work; the host has none."""
     import torch
 
     if split(place)[0] != CPU:
@@ -146,15 +146,15 @@ def synchronize(place: str) -> None:
 
 
 def begin_peak() -> None:
-    """From here on ``peak`` counts, on this process's own device."""
+    """Reset the memory peak on this process's device."""
     import torch
 
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
 
 
-def held() -> int:
-    """Bytes that tensors take up on this process's own device, once it has done what it was given."""
+def memory_in_use() -> int:
+    """Return tensor bytes on this process's device, after pending work."""
     import torch
 
     torch.accelerator.synchronize()
@@ -162,7 +162,7 @@ def held() -> int:
 
 
 def peak() -> int:
-    """The most that they took up at once since ``begin_peak``."""
+    """Return peak tensor bytes since ``begin_peak``."""
     import torch
 
     torch.accelerator.synchronize()
@@ -170,7 +170,7 @@ def peak() -> int:
 
 
 def drawing() -> list[int]:
-    """The devices whose random numbers this process may have drawn: none before the accelerator is in use."""
+    """Return devices that may have drawn random numbers: none before the accelerator starts."""
     import torch
 
     current = torch.accelerator.current_accelerator()
@@ -184,10 +184,10 @@ def drawing() -> list[int]:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a device computes where it has a choice.
+    """Arithmetic options for a device.
 
-    deterministic: the same bits on every run. tf32: products of fp32 matrices from 10 bits of each number.
-    short_sums: products of bf16 matrices may be added up in bf16. None of them means anything on a CPU.
+    deterministic: equal bits on every run. tf32: fp32 matrix products with 10 bits per number. short_sums: bf16 matrix
+    products may sum in bf16. CPUs ignore all three.
     """
 
     deterministic: bool = True
@@ -201,7 +201,7 @@ _arithmetic: ContextVar[Arithmetic] = ContextVar("arithmetic", default=_PLAIN)
 
 @contextmanager
 def computing(arithmetic: Arithmetic) -> Iterator[None]:
-    """While this is open, this process computes so; what was set before comes back."""
+    """Apply ``arithmetic`` in this process, inside the context."""
     import torch
 
     products = torch.backends.cuda.matmul
@@ -220,7 +220,7 @@ def computing(arithmetic: Arithmetic) -> Iterator[None]:
 
 
 def deterministic(device: str) -> None:
-    """Make a device give the same bits twice, unless ``computing`` says otherwise; a CPU with one thread does so."""
+    """Make a device reproducible, unless ``computing`` overrides it; single-threaded CPUs are already."""
     import torch
 
     if split(device)[0] != CPU and _arithmetic.get().deterministic:
@@ -229,7 +229,7 @@ def deterministic(device: str) -> None:
 
 
 def too_old(version: str = "") -> str:
-    """Why there are no simulated ranks with this torch; empty where there are."""
+    """Return why this torch lacks simulated ranks; empty if it has them."""
     from torch.torch_version import TorchVersion, __version__
 
     if (own := TorchVersion(version or __version__)) >= _OLDEST:

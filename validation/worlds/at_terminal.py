@@ -1,4 +1,4 @@
-"""A rank and the terminal of whoever started it: what it prints carries its number, and a debugger reaches it."""
+"""A rank's terminal: output lines carry its number, and debuggers reach it."""
 
 import fcntl
 import io
@@ -10,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-_TERMINAL = "/dev/tty"  # a rank's own standard input is empty, and what it prints may be captured
+_TERMINAL = "/dev/tty"  # a rank's stdin is empty, and its output may be captured
 LEFT = "the debugger was left, or had no terminal: breakpoint() and pdb.set_trace() find one; there, c goes on"
 
 
 class RankStream(io.TextIOBase):
-    """Puts ``mark`` before each line, and hands on whole lines: ranks write side by side."""
+    """Prefixes lines with ``mark``, and passes on whole lines: ranks write concurrently."""
 
     def __init__(self, stream: TextIO, mark: str) -> None:
         self._stream = stream
@@ -23,7 +23,7 @@ class RankStream(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Keep what is no whole line yet."""
+        """Buffer incomplete lines."""
         *lines, self._line = f"{self._line}{text}".split("\n")
         if lines:
             self._stream.write("".join(f"{self._mark}{line}\n" for line in lines))
@@ -31,17 +31,17 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """End the line that is not whole."""
+        """Complete an open line."""
         if self._line:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Where the bytes go, for who writes there itself."""
+        """Return the descriptor, for direct writers."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As that of the stream behind."""
+        """The inner stream's encoding."""
         return self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
@@ -49,12 +49,12 @@ class RankStream(io.TextIOBase):
 
 
 def debugging(folder: str) -> Path:
-    """The file that is there once somebody debugs a rank of those that share ``folder``: then a run has no bound."""
+    """Return the marker file for an active debugger among ranks sharing ``folder``: runs then have no bound."""
     return Path(folder, "debugging")
 
 
 def settle(rank: int, folder: str) -> None:
-    """Let this process speak as rank ``rank``."""
+    """Redirect this process's output and debugger as ``rank``."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is not None:
             setattr(sys, name, RankStream(getattr(sys, name), f"[rank {rank}] "))
@@ -63,11 +63,11 @@ def settle(rank: int, folder: str) -> None:
         _debugger(rank, folder).set_trace(sys._getframe(1))
 
     pdb.set_trace = stop
-    sys.breakpointhook = sys.__breakpointhook__  # the user's own choice of a debugger, or pdb.set_trace
+    sys.breakpointhook = sys.__breakpointhook__  # the user's chosen debugger, or pdb.set_trace
 
 
 def finish_lines() -> None:
-    """End the lines that a job left open."""
+    """Complete lines that a job left open."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, RankStream):
             stream.finish()
@@ -86,13 +86,13 @@ def _debugger(rank: int, folder: str) -> "_Debugger":
 class _Debugger(pdb.Pdb):
     """Python's debugger at the terminal, one rank at a time."""
 
-    def __init__(self, rank: int, folder: str, asked: TextIO, told: TextIO) -> None:
-        super().__init__(stdin=asked, stdout=told)
+    def __init__(self, rank: int, folder: str, asked: TextIO, output: TextIO) -> None:
+        super().__init__(stdin=asked, stdout=output)
         self.prompt = f"(Pdb rank {rank}) "
         self._folder = folder
 
     def interaction(self, frame: FrameType | None, *more: Any) -> None:
-        """As pdb's."""
+        """Run pdb's interaction in turn."""
         with self._turn():
             super().interaction(frame, *more)
 

@@ -1,4 +1,4 @@
-"""A file of results: opened before the work, so that a bad path costs nothing, and whole or not there at all."""
+"""Result files: opened before the work, so that bad paths fail early, and written whole or not at all."""
 
 import errno
 import json
@@ -15,13 +15,13 @@ from pipeproof.worlds.launcher import reports
 
 
 class OutputError(ValueError):
-    """A file that cannot be written."""
+    """Raised for an unwritable file."""
 
 
 class OutputFile:
-    """Where one result goes; None is nowhere. Only rank 0 of a launcher writes.
+    """Destination for one result; None discards it. Only a launcher's rank 0 writes.
 
-    A symbolic link stays one: its target is written. A pipe or a device is written as it stands; ``-`` is standard
+    Symbolic links stay: their target is written. Pipes and devices are written directly; ``-`` means standard
     output.
     """
 
@@ -30,7 +30,7 @@ class OutputFile:
             raise OutputError("cannot write a file whose name is empty; give it one")
         self._given = path
         self._path = Path(path) if path is not None and reports() else None
-        self._partial: Path | None = None  # what will take the place of a regular file
+        self._partial: Path | None = None  # replaces a regular file at the end
         if self._path is None or path == "-":
             return
         with self._refusing():
@@ -50,16 +50,16 @@ class OutputFile:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything that is written comes to be anywhere."""
+        """True if output goes anywhere."""
         return self._path is not None
 
     @property
     def name(self) -> str:
-        """The file that is wanted; empty where that is none, or standard output."""
+        """The requested file; empty for none or standard output."""
         return "" if self._path is None or self._given in (None, "-") else str(self._given)
 
     def write(self, content: bytes) -> None:
-        """Put ``content`` where the file belongs."""
+        """Write ``content`` to the destination."""
         if self._path is None:
             return
         if self._given == "-":
@@ -79,7 +79,7 @@ class OutputFile:
             os.replace(self._partial, self._path)
 
     def write_json(self, data: Mapping[str, object]) -> None:
-        """Put ``data`` where the file belongs."""
+        """Write ``data`` as JSON to the destination."""
         self.write((json.dumps(finite(data), indent=2, allow_nan=False) + "\n").encode())
 
     def __exit__(self, *_: object) -> None:
@@ -88,10 +88,10 @@ class OutputFile:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turn the system's errors into one that says what to do."""
+        """Convert system errors into one with advice."""
         try:
             yield
-        except RuntimeError as error:  # that is how resolve() says so
+        except RuntimeError as error:  # raised by resolve() for link cycles
             raise OutputError(f"cannot write {self._given}: links that lead to each other; choose another") from error
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -100,7 +100,7 @@ class OutputFile:
 
 
 def finite(data: object) -> object:
-    """``data`` with text in the place of numbers that are not finite, which JSON lacks; float() reads it back."""
+    """Replace non-finite numbers, which JSON lacks, by text; float() reads them back."""
     if isinstance(data, Mapping):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: one pool of workers for each number of ranks, made when first needed."""
+"""Ranks as local processes: one worker pool per rank count, created on demand."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ _LAST_LINES = 20
 
 
 class WorkerHandle:
-    """Starts the worker of a seat and speaks with it. No method waits without a bound."""
+    """Starts a seat's worker and talks to it. All waits are bounded."""
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -46,12 +46,12 @@ class WorkerHandle:
         self.handles: frozenset[Connection | int] = frozenset({self._orders, self._process.sentinel})
 
     def order(self, order: bytes) -> None:
-        """Hand over one order. A worker that is gone is found out by ``answer``."""
+        """Send an order. ``answer`` detects dead workers."""
         with contextlib.suppress(OSError):
             self._orders.send_bytes(order)
 
     def answer(self) -> RankReport:
-        """Its answer, or how it died; to be called once one of ``handles`` is ready."""
+        """Return the answer, or the death report; call after one of ``handles`` is ready."""
         with contextlib.suppress(EOFError, OSError):
             if self._orders.poll():
                 answer = unpack(self._orders.recv_bytes())
@@ -62,35 +62,35 @@ class WorkerHandle:
         return RankReport(self.seat.rank, Ending.DIED, self._death(), last, at_s=time.time())
 
     def ask(self) -> None:
-        """Ask where it is and what it waits for; ``testimony`` has the reply."""
+        """Request position and wait; read the reply by ``testimony``."""
         with contextlib.suppress(OSError):
             self._questions.send_bytes(b"?")
 
     def testimony(self, deadline_s: float) -> RankReport:
-        """Where it is, what it waits for, from which ranks, and how far it has come.
+        """Return the rank's position, wait, peers, and progress.
 
-        Told before the deadline (of ``time.monotonic``), or else as can be seen.
+        Uses its reply before the deadline (``time.monotonic``), or else outside observation.
         """
         with contextlib.suppress(EOFError, OSError):
             if self._questions.poll(max(0.0, deadline_s - time.monotonic())):
-                told: RankReport = unpack(self._questions.recv_bytes())
-                return replace(told, rank=self.seat.rank)
+                reply: RankReport = unpack(self._questions.recv_bytes())
+                return replace(reply, rank=self.seat.rank)
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(GRACE_S)
-        seen = f"busy in native code\n{self._signal_stack()}"
-        return RankReport(self.seat.rank, Ending.STOPPED, traceback=seen)
+        observed = f"busy in native code\n{self._signal_stack()}"
+        return RankReport(self.seat.rank, Ending.STOPPED, traceback=observed)
 
     def kill(self) -> None:
-        """End the process at once; ``bury`` sees to the rest."""
+        """Kill the process; ``bury`` cleans up."""
         self._process.kill()
 
     def bury(self, deadline_s: float) -> None:
-        """Wait for the killed process until the deadline (of ``time.monotonic``), and let go of what belonged to it."""
+        """Wait for the killed process until the deadline (``time.monotonic``), and release its resources."""
         self._process.join(max(0.0, deadline_s - time.monotonic()))
         self._orders.close()
         self._questions.close()
-        with contextlib.suppress(ValueError):  # not dead yet: the kernel holds it, and nothing more can be done
+        with contextlib.suppress(ValueError):  # still in the kernel: nothing more can be done
             self._process.close()
 
     def _death(self) -> str:
@@ -103,19 +103,19 @@ class WorkerHandle:
         return _text(self.seat.stacks)
 
     def _last_words(self) -> str:
-        """What a silent rank printed last."""
+        """Return a silent rank's last output."""
         return "".join(_text(self.seat.output).splitlines(keepends=True)[-_LAST_LINES:])
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except FileNotFoundError:  # it ended before it had settled, or is not silent
+    except FileNotFoundError:  # it ended before setup, or prints openly
         return ""
 
 
 def _channel() -> tuple[Connection, Connection]:
-    # A worker can be stopped in the middle of a message, so this end never waits long for a single read or write.
+    # A worker may stop in the middle of a message, so this end bounds each read and write.
     ours, theirs = CONTEXT.Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as options:
         bound = struct.pack("ll", int(DEFAULT_TIMEOUT_S), 0)
@@ -125,9 +125,9 @@ def _channel() -> tuple[Connection, Connection]:
 
 
 class Processes:
-    """A place for ranks: processes started for them, kept, and used again until one fails.
+    """A place with local processes for ranks, reused until one fails.
 
-    Or until jobs have left more than ``most_groups`` process groups there.
+    Also replaced once jobs leave more than ``most_groups`` process groups.
     """
 
     def __init__(self, device: str, *, silent: bool = False, most_groups: int | None = None) -> None:
@@ -139,12 +139,12 @@ class Processes:
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
-        """One answer for each rank, in rank order. There is one controller, so nobody else to agree on the label."""
+        """Return one answer per rank, in rank order. With a single controller, the label needs no agreement."""
         del label
         pool = self._pools.get(ranks)
         if pool is None or not pool.alive:
             pool = self._pools[ranks] = Pool(self._seats(ranks))
-        # A device's memory is the ranks' alone while they are busy.
+        # Device memory belongs to busy ranks alone.
         answers = pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == CPU else ())
         if self._most_groups is not None and max(answer.groups for answer in answers) > self._most_groups:
             pool.close()
@@ -174,18 +174,18 @@ class Processes:
         ]
 
 
-_NOTHING = object()  # what is left of the caller's own work once it is done
+_NOTHING = object()  # marks exhausted caller work
 
 
 class Pool:
-    """One worker for each seat, all with the same life: after a failure none could be trusted, so all are ended.
+    """One worker per seat with a common life: after a failure all end, since none is trustworthy.
 
-    The seats share one folder, which is removed with the pool.
+    The seats share a folder, removed with the pool.
     """
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self._workers: list[WorkerHandle] = []
-        # A finalizer also runs when the interpreter ends, before multiprocessing's own end, which has no bound.
+        # Finalizers also run at interpreter exit, before multiprocessing's unbounded cleanup.
         self._end = weakref.finalize(self, _end, self._workers, seats[0].folder)
         self._ready = False
         self._debugging = debugging(seats[0].folder)
@@ -194,11 +194,11 @@ class Pool:
 
     @property
     def alive(self) -> bool:
-        """Whether this pool can run another job."""
+        """True if this pool can run another job."""
         return self._end.alive
 
     def close(self) -> None:
-        """End the workers, whatever they do, within a bound. Closing twice does nothing."""
+        """End the workers within a bound, whatever they do. Repeated calls do nothing."""
         self._end()
 
     def run(
@@ -209,12 +209,10 @@ class Pool:
         cancelled: Callable[[], bool] | None = None,
         meanwhile: Iterable[object] = (),
     ) -> list[RankReport]:
-        """Every worker's answer to the order, in the order of the seats.
+        """Return all workers' answers, in seat order.
 
-        If one of them failed, or left its group, the pool is closed.
-
-        The bound, in seconds, counts from when all workers are ready. ``cancelled`` is asked now and then whether a
-        rank of the same run has failed that is not in this pool. ``meanwhile`` is as for ``World.run``.
+        Closes the pool after a failure, or if a worker left its group. The bound, in seconds, starts when all workers
+        are ready. cancelled: polled for failures outside this pool. meanwhile: as in ``World.run``.
         """
         try:
             answers = [] if self._ready else self._collect("join its group", DEFAULT_TIMEOUT_S, cancelled)
@@ -243,16 +241,16 @@ class Pool:
             patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, LOOK_S)
             ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
             if not ready and not left_s and not failing and self._debugging.exists():
-                deadline_s = time.monotonic() + bound_s  # somebody looks into a rank, and needs no bound
+                deadline_s = time.monotonic() + bound_s  # a debugger is active and needs no bound
             elif not ready and not left_s:
-                break  # no sooner: what came while this process was busy with its own came in time
+                break  # no sooner: answers that came during own work were in time
             graces_s = [GRACE_S] if cancelled is not None and not failing and cancelled() else []
             for worker in [worker for worker in pending if not worker.handles.isdisjoint(ready)]:
                 pending.remove(worker)
                 answers[worker] = worker.answer()
                 if answers[worker].failed:
                     skipped = answers[worker].ending is Ending.SKIPPED
-                    graces_s.append(END_S if skipped else GRACE_S)  # if the others skip too, it is no failure
+                    graces_s.append(END_S if skipped else GRACE_S)  # if others skip too, it is no failure
             if graces_s:
                 failing = True
                 deadline_s = min(deadline_s, time.monotonic() + min(graces_s))
@@ -261,15 +259,15 @@ class Pool:
 
 
 def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHandle, RankReport]:
-    """Where each worker is that has not finished, and what it waits for. Without a complaint it is only stopped."""
+    """Return each unfinished worker's position and wait. Without ``complaint`` it was merely stopped."""
     for worker in workers:
         worker.ask()
     deadline_s = time.monotonic() + ANSWER_S
     answers = {}
     for worker in workers:
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        told = worker.testimony(deadline_s)
-        answers[worker] = replace(told, ending=ending, message=complaint, at_s=time.time())
+        reply = worker.testimony(deadline_s)
+        answers[worker] = replace(reply, ending=ending, message=complaint, at_s=time.time())
     return answers
 
 

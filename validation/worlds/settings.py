@@ -1,4 +1,4 @@
-"""What code may set or draw for all that its process computes: put back, so that no job computes as an earlier one."""
+"""Process-wide settings and random states: restored, so that jobs cannot affect later ones."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ import torch
 
 from pipeproof.worlds.accelerator import CPU, drawing
 
-Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what asks for it, and what sets it
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter
 
-# How torch is told to round products of fp32 on a CPU, since 2.9. The first holds for those that say nothing.
+# torch's settings for fp32 product rounding on a CPU, since 2.9. The first is the default for the others.
 _ROUNDED: tuple[Setting, ...] = tuple(
     (partial(torch._C._get_fp32_precision_getter, *one), partial(torch._C._set_fp32_precision_setter, *one))
     for one in [("generic", "all"), *(("mkldnn", sort) for sort in ("all", "matmul", "conv", "rnn"))]
@@ -21,7 +21,7 @@ _ROUNDED: tuple[Setting, ...] = tuple(
 
 
 def _products() -> tuple[str | None, *tuple[str, ...]]:
-    """The older setting of products, None where it cannot be asked since a newer one says something else, and those."""
+    """Return the older product setting, None if newer ones override it, and the newer ones."""
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -55,13 +55,13 @@ _OF_A_THREAD: tuple[Setting, ...] = (
 
 
 class Settings:
-    """As they are now."""
+    """A snapshot of current settings."""
 
     def __init__(self) -> None:
         self._values = [(setting, setting[0]()) for setting in (*OF_A_PROCESS, *_OF_A_THREAD)]
 
     def put_back(self) -> None:
-        """Make those that differ what they were."""
+        """Restore changed settings."""
         for (ask, put), value in self._values:
             if ask() != value:
                 put(value)
@@ -69,7 +69,7 @@ class Settings:
 
 @contextmanager
 def drawing_apart(seed: int | None = None) -> Iterator[None]:
-    """While this is open, what is drawn or seeded changes nothing for what is drawn later; it follows from ``seed``."""
+    """Isolate random draws inside the context: later draws stay unaffected. ``seed`` determines them."""
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(drawing()):
         if seed is not None:

@@ -1,4 +1,4 @@
-"""Jobs and results as bytes: a test module's code travels by value, all other code by name."""
+"""Pack jobs and results: test module code travels by value, other code by name."""
 
 import functools
 import importlib
@@ -17,19 +17,19 @@ from torch import Tensor
 
 try:
     from cloudpickle import Pickler, register_pickle_by_value
-except ModuleNotFoundError:  # a checkout beside torch alone, as `ci/accelerator` runs it: all code travels by name
+except ModuleNotFoundError:  # a checkout with torch alone, as in `ci/accelerator`: all code travels by name
     from pickle import Pickler
 
     register_pickle_by_value = None
 
 _OURS = frozenset({"pipeproof"})
-FIRST: list[Callable[[], None]] = []  # what ranks call before they unpack a job, which imports what its code uses
+FIRST: list[Callable[[], None]] = []  # called on ranks before unpacking a job, which imports its modules
 
 
 def pack(value: object) -> bytes:
-    """The value as bytes, closures and lambdas included; tensors travel as their bytes, not as shared memory.
+    """Serialize a value, closures and lambdas included; tensors travel as bytes, without shared memory.
 
-    Raises whatever an object that cannot be pickled raises: there is no one type for it.
+    Unpicklable objects raise errors of any type.
     """
     buffer = io.BytesIO()
     _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -37,12 +37,12 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that ``pack`` was given. Only for bytes of a rank of one's own: unpickling runs code."""
+    """Restore a packed value. Only for bytes from own ranks: unpickling runs code."""
     return pickle.loads(data)
 
 
 def unpack_job(order: bytes) -> Any:
-    """The job and its arguments. The path, and what comes first, may be needed to unpack them."""
+    """Restore a job with its arguments. Their imports may need the path and first calls."""
     sys.path[:], first, job_and_arguments = unpack(order)
     for prepare in first:
         prepare()
@@ -50,18 +50,18 @@ def unpack_job(order: bytes) -> Any:
 
 
 def unshippable(value: object) -> str:
-    """Which variable of a function in ``value`` cannot be packed, and the cure; empty where none is found."""
+    """Name a function's variable in ``value`` that cannot be packed, with a cure; empty if none."""
     for function in _functions(value):
         used = inspect.getclosurevars(function)
         for name, one in {**used.globals, **used.nonlocals}.items():
             if not isinstance(one, FunctionType) and not _packs(one):
                 kind = type(one).__qualname__
-                return f"; {function.__name__} uses {name}, a {kind}, which is of this process alone: make it in there"
+                return f"; {function.__name__} uses {name}, a {kind}, which cannot leave this process: make it in there"
     return ""
 
 
 def _functions(value: object, depth: int = 4) -> Iterator[FunctionType]:
-    """The functions in ``value``: itself, what it holds, and what those use."""
+    """Yield functions in ``value``, including those they use."""
     if isinstance(value, FunctionType):
         yield value
     parts: list[object] = list(value) if isinstance(value, tuple) else []
@@ -78,7 +78,7 @@ def _functions(value: object, depth: int = 4) -> Iterator[FunctionType]:
 def _packs(value: object) -> bool:
     try:
         pack(value)
-    except Exception:  # no one type: every object has its own way to refuse
+    except Exception:  # any type: each object refuses in its own way
         return False
     return True
 
@@ -88,9 +88,7 @@ class _Packer(Pickler):  # type: ignore[misc]  # cloudpickle has no types
         if type(obj) is Tensor and _plain(obj):
             return _tensor, (obj.reshape(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, obj.shape)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _module(obj.__name__) is obj:
-            return _module, (
-                obj.__name__,
-            )  # of a kind of its own, as torch.distributed.config, which nobody can pickle
+            return _module, (obj.__name__,)  # a module subclass, as torch.distributed.config, which pickle rejects
         if register_pickle_by_value is None:
             return NotImplemented
         if isinstance(obj, CodeType):
@@ -105,7 +103,7 @@ class _Packer(Pickler):  # type: ignore[misc]  # cloudpickle has no types
 
 
 def _module(name: str) -> object:
-    """The module of that name, or what its package calls by it, as ``torch.ops.aten``; None where there is none."""
+    """Import a module, or return a package attribute, as ``torch.ops.aten``; None if absent."""
     package, _, last = name.rpartition(".")
     try:
         return importlib.import_module(name)
@@ -115,15 +113,15 @@ def _module(name: str) -> object:
 
 @functools.cache
 def _travels_by_value(name: str) -> bool:
-    # A module that pytest rewrote would be imported in a worker without its telling assertions, or under
-    # `--import-mode=importlib` not at all. pytest also rewrites plugins, hence ours: those go by name.
+    # A module rewritten by pytest would lack its assertion messages when imported in a worker, or under
+    # `--import-mode=importlib` be missing. pytest also rewrites plugins, hence ours: those go by name.
     module = sys.modules.get(name)
     return module is not None and "@pytest_ar" in vars(module) and name.partition(".")[0] not in _OURS
 
 
-# Torch's own way makes an archive of each tensor, which takes most of the time of a result that has hundreds of them.
+# Torch archives each tensor separately, which dominates results with hundreds of tensors.
 def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its elements."""
+    """True if elements alone describe the tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -134,18 +132,18 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype)  # in memory of torch's own, aligned as all its tensors are
+    tensor = torch.empty(shape, dtype=dtype)  # torch's own memory, aligned like all its tensors
     tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return tensor
 
 
-# cloudpickle 3.1.3 leaves out of which file code is; a verdict names the user's lines.
+# cloudpickle 3.1.3 drops a code object's file; verdicts need it for user lines.
 def _from_its_file(name: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
     return make(*arguments).replace(co_filename=name)
 
 
-# A class that travelled by value and comes back is the class it was, not a copy; nor is it changed by its copy.
-# That also holds on the other ranks of torchrun, which have a module of the same name.
+# A class that returns after travel by value is the original, unchanged by its copy. The same holds on torchrun's other
+# ranks, with a module under the same name.
 def _class(module: str, qualname: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
     return _at_home(module, qualname) or make(*arguments)
 

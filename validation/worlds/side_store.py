@@ -1,4 +1,4 @@
-"""What the ranks of a launcher tell each other beside the group under test, so that they can agree about failures."""
+"""Side channel between a launcher's ranks, beside the group under test, to agree on failures."""
 
 import functools
 import itertools
@@ -17,14 +17,14 @@ from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.timeout import LOOK_S
 
-_CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
-_stores = itertools.count()  # every store of a process, and so of every rank, has keys of its own
+_CHUNK = 4 << 20  # bytes; the store drops connections that send 8 MiB at once
+_stores = itertools.count()  # each store in a process, and so each rank, has its own keys
 
 
 class RanksAbsent(Exception):
-    """Some ranks did not come to an exchange. ``reasons`` says of each what is known, as a predicate.
+    """Some ranks missed an exchange. ``reasons``: predicates by rank.
 
-    ``late``: they had all the time that there was, and nobody knows more.
+    late: they missed the full bound, for unknown reasons.
     """
 
     def __init__(self, reasons: Mapping[int, str], *, late: bool = False) -> None:
@@ -37,10 +37,10 @@ class RanksAbsent(Exception):
 
 
 class SideStore:
-    """Exchanges among all ranks, over ``store``: that of torchrun's agent, or of the group of all ranks.
+    """Exchanges among all ranks over ``store``, from torchrun's agent or the default group.
 
-    Exchanges belong to a scope, which ``end_scope`` closes on all ranks together. So a rank that left a test early is
-    known to be gone as soon as it waits at the end of the scope, and can never meet the others' next test.
+    Exchanges belong to a scope, which ``end_scope`` closes on all ranks. So a rank that left a test early is known to
+    be gone once it waits at the scope's end, and never meets the others' next test.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, address: str = "") -> None:
@@ -51,11 +51,11 @@ class SideStore:
         self._hurry = ""
         self._scope = 0
         self._exchanges = 0
-        self._outdated: list[str] = []  # this rank's keys of the last exchange that all ranks came to
+        self._outdated: list[str] = []  # this rank's keys from the last complete exchange
 
     @classmethod
     def of_torchrun(cls) -> "SideStore":
-        """The one over the store of torchrun's agent."""
+        """Open a side store on torchrun's agent."""
         environ = os.environ
         rank, ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -65,16 +65,15 @@ class SideStore:
         return cls(PrefixStore(prefix, server), rank=rank, ranks=ranks, address=f"tcp://{host}:{port}/{prefix}")
 
     def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        """Every rank's value, in rank order. ``what`` names the exchange for the reader of an error.
+        """Return every rank's value, in rank order. ``what`` names the exchange in errors.
 
-        Raises RanksAbsent when a rank has not come within the bound in seconds, is known never to come, or has come to
-        something else.
+        Raises RanksAbsent if a rank misses the bound in seconds, is known to be gone, or joined another exchange.
         """
         self._exchanges += 1
         return self._gather(self.latest, value, what, bound_s)
 
     def end_scope(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        """As ``gather``, and afterwards a new scope. A rank that waits here takes part in nothing else of its scope."""
+        """Gather, then start a new scope. A rank that waits here takes part in no other exchange of its scope."""
         try:
             return self._gather(self._end, value, what, bound_s)
         finally:
@@ -82,61 +81,61 @@ class SideStore:
             self._exchanges = 0
 
     def hurry(self, reason: str) -> None:
-        """From now on wait for nobody; ``reason`` ends the sentence that a rank did not come. For a signal handler."""
+        """Stop waiting; ``reason`` completes the sentence about absent ranks. For signal handlers."""
         self._hurry = reason
 
     @property
     def hurried(self) -> bool:
-        """Whether this rank waits for nobody any more."""
+        """True after ``hurry``."""
         return bool(self._hurry)
 
     def leave(self, reason: str) -> None:
-        """Tell the others not to wait for this rank in any exchange that it has not come to."""
+        """Announce departure: others must not wait for this rank."""
         self.put(f"left/{self.rank}", reason.encode())
 
     def has_left(self, rank: int) -> bool:
-        """Whether that rank has said that it leaves."""
+        """True if ``rank`` announced departure."""
         return self.has(f"left/{rank}")
 
     @property
     def latest(self) -> str:
-        """The name of the latest exchange: a prefix for keys that all ranks know and nobody uses twice."""
+        """Name of the latest exchange: a unique key prefix known to all ranks."""
         return f"scope {self._scope}/{self._exchanges}"
 
     def put(self, key: str, data: bytes) -> list[str]:
-        """Make the data visible to all ranks under a key; the keys that it takes up."""
+        """Publish data under a key. Returns all keys in use."""
         first, *more = [data[start : start + _CHUNK] for start in range(0, max(len(data), 1), _CHUNK)]
         parts = {f"{key}/part {index}": chunk for index, chunk in enumerate(more)}
-        parts[key] = b"%d\n" % len(more) + first  # last, because this is what the others look for
+        parts[key] = b"%d\n" % len(more) + first  # last, because others look for this key
         for part, chunk in parts.items():
-            self._store.set(part, chunk)  # type: ignore[arg-type]  # bytes are welcome and come back as bytes
+            self._store.set(part, chunk)  # type: ignore[arg-type]  # bytes are accepted, and return as bytes
         return list(parts)
 
     def get(self, key: str) -> bytes | None:
-        """The data under this key, or None where there is none yet."""
+        """Return data under a key, or None."""
         if not self.has(key):
             return None
         parts, _, first = self._store.get(key).partition(b"\n")
         return b"".join([first, *(self._store.get(f"{key}/part {index}") for index in range(int(parts)))])
 
     def take(self, key: str) -> bytes | None:
-        """The data under this key, which then is free again; None where there is none yet."""
+        """Return data and free its key, or None."""
         if (data := self.get(key)) is not None:
             parts = int(self._store.get(key).partition(b"\n")[0])
             self.drop([key, *(f"{key}/part {index}" for index in range(parts))])
         return data
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Free what these keys take up."""
+        """Free these keys."""
         for key in keys:
             self._store.delete_key(key)
 
     def has(self, key: str) -> bool:
-        """Whether there is data under this key."""
+        """True if the key has data."""
         return bool(self._store.check([key]))
 
     def wait_for(self, key: str, bound_s: float) -> bool:
-        """Wait until there is data under this key, at most for the bound in seconds; whether there is."""
+        """Wait for data under a key, at most the bound in seconds. True if present."""
         deadline_s = time.monotonic() + bound_s
         while not (there := self.has(key)) and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
@@ -148,20 +147,20 @@ class SideStore:
 
     def _gather(self, name: str, value: object, what: str, bound_s: float) -> list[Any]:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        written = self.put(keys[self.rank], pack((what, pack(value))))  # the value for those who came to the same
+        written = self.put(keys[self.rank], pack((what, pack(value))))  # value for ranks in the same exchange
         deadline_s, pause_s = time.monotonic() + bound_s, LOOK_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
             if absent := self._absent(keys, late):
                 self.put(f"{name}/given up", b"")
-                told = {rank: f"did not come to {what} {reason}" for rank, reason in absent.items()}
-                raise RanksAbsent(told, late=bool(late) and not self._hurry)
+                missing = {rank: f"did not come to {what} {reason}" for rank, reason in absent.items()}
+                raise RanksAbsent(missing, late=bool(late) and not self._hurry)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
         if self.has(f"{name}/given up"):
             raise RanksAbsent({self.rank: f"did not come to {what} before the others gave it up"})
         gathered = [unpack(self.get(key) or b"") for key in keys]
-        self.drop(self._outdated)  # everybody is past the exchange before this one
+        self.drop(self._outdated)  # all ranks are past the previous exchange
         self._outdated = written
         meant = {rank: theirs for rank, (theirs, _) in enumerate(gathered) if theirs != gathered[0][0]}
         if meant:
@@ -170,10 +169,10 @@ class SideStore:
         return [unpack(data) for _, data in gathered]
 
     def _absent(self, keys: Sequence[str], late: str) -> dict[int, str]:
-        """Why ranks will not come any more, where that is known; ``late`` is the reason in want of a better one."""
+        """Return known reasons for absent ranks; ``late``: the fallback reason."""
         absent = {}
         for rank, key in enumerate(keys):
-            reason = self._departure(rank) or late  # asked before its key, as a rank may come and then go
+            reason = self._departure(rank) or late  # before its key, as a rank may come and then go
             if reason and not self.has(key):
                 absent[rank] = reason
         return absent
@@ -186,7 +185,7 @@ class SideStore:
 
 @functools.cache
 def side_store() -> SideStore:
-    """This process's side store: one, so that all its exchanges are counted together."""
+    """Return this process's side store: a single one, so that exchanges share a count."""
     return SideStore.of_torchrun()
 
 
@@ -194,7 +193,7 @@ _of_groups: "WeakKeyDictionary[dist.ProcessGroup, SideStore]" = WeakKeyDictionar
 
 
 def _of_default_group() -> SideStore:
-    """The side store over what the group of all ranks met by: one for each such group."""
+    """Return the side store on the default group's store: one per group."""
     group = dist.group.WORLD
     assert group is not None, "asked where torch.distributed is initialised"
     if group not in _of_groups:
@@ -203,43 +202,43 @@ def _of_default_group() -> SideStore:
     return _of_groups[group]
 
 
-_exchanges = itertools.count()  # all ranks make theirs in one order, so a number is the same exchange everywhere
+_exchanges = itertools.count()  # ranks create them in one order, so equal numbers mean equal exchanges
 belongs_to_rank(__name__, "_exchanges", fresh=lambda _: itertools.count())
 
 
 class Exchange:
-    """Every rank calls ``gather`` and ``finish`` alike; tensors are for whoever asks.
+    """Gathers values on all ranks, which call ``gather`` and ``finish`` alike; tensors go to any reader.
 
-    It goes over ``side``; where there is none, one rank has nobody to speak with.
+    side: the channel; None for a single rank.
     """
 
     def __init__(self, side: SideStore | None) -> None:
         self._side = side
         self._prefix = f"exchange {next(_exchanges)}"
-        self._laid_out: dict[str, Tensor] = {}  # by a rank that has nobody else
+        self._laid_out: dict[str, Tensor] = {}  # for a single rank
         self.rank, self.ranks = (0, 1) if side is None else (side.rank, side.ranks)
 
     def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        """Every rank's value. Raises ``RanksAbsent`` for ranks that have not come after the bound in seconds."""
+        """Return every rank's value. Raises ``RanksAbsent`` for ranks absent after the bound in seconds."""
         if self._side is None:
             return [value]
         return self._side.gather(value, what=what, bound_s=bound_s)
 
     def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        """As ``gather``, for the last time: a rank that is here takes part in nothing before it any more."""
+        """Gather for the last time: a rank here takes part in no earlier exchange."""
         if self._side is None:
             return [value]
         return self._side.end_scope(value, what=what, bound_s=bound_s)
 
     def give(self, name: str, tensor: Tensor) -> None:
-        """Lay a tensor out under a name that nobody else uses."""
+        """Publish a tensor under a unique name."""
         if self._side is None:
             self._laid_out[name] = tensor.detach()
         else:
             self._side.put(f"{self._prefix}/{name}", pack(tensor.detach().cpu().contiguous()))
 
     def take(self, name: str, *, bound_s: float) -> Tensor:
-        """The tensor of that name, once it is there. Raises ``RanksAbsent`` after the bound in seconds."""
+        """Return a tensor once published. Raises ``RanksAbsent`` after the bound in seconds."""
         if self._side is None:
             return self._laid_out[name]
         key = f"{self._prefix}/{name}"
@@ -249,7 +248,7 @@ class Exchange:
         return found
 
     def clear(self, names: Iterable[str]) -> None:
-        """Free what these names take up."""
+        """Free these names."""
         for name in names:
             self._laid_out.pop(name, None)
             if self._side is not None:
@@ -257,7 +256,7 @@ class Exchange:
 
 
 def exchange() -> Exchange:
-    """The exchange among this job's ranks, by torchrun's store or by that of their default group."""
+    """Return the exchange for this job's ranks, over torchrun's store or their default group's."""
     if under_torchrun():
         return Exchange(side_store())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -266,7 +265,7 @@ def exchange() -> Exchange:
 
 
 def rank_in_job() -> tuple[int, int]:
-    """This process's rank among this job's, and how many there are, as ``exchange`` has it: nothing is exchanged."""
+    """Return this process's rank and the rank count, as in ``exchange``, without communication."""
     if under_torchrun():
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if dist.is_available() and dist.is_initialized():

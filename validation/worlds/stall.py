@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: which message never came although its sender had gone on."""
+"""Deadlocks: find messages that never came although their sender went on."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ _WAITED = re.compile(r"(?P<action>\d+RECV_[FB]\d+) with rank (?P<peer>\d+)")
 
 @dataclass(frozen=True)
 class Lost:
-    """A message that rank ``rank`` waited for and that ``sender`` had sent, or passed by: it was beyond that itself."""
+    """A message that ``rank`` awaited while ``sender`` was already past its send."""
 
     rank: int
     receive: Action
@@ -27,14 +27,14 @@ class Lost:
         )
 
 
-def lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None:
-    """The first message, along the flow of data, that was lost; None where what ranks waited for does not show one."""
+def find_lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None:
+    """Return the first lost message along the data flow. None if waits show none."""
     waits = {report.rank: wait for report in reports if (wait := _wait(report)) is not None}
-    return min(_lost(program, waits), default=None, key=lambda one: _along(one.receive))
+    return min(_find_lost(program, waits), default=None, key=lambda one: _along(one.receive))
 
 
 def waiting_in(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
-    """``reports`` as one who reads of a hang wants them: who waits for which message, and how many it had sent."""
+    """Rewrite ``reports`` for readers of a hang: awaited messages, and sends completed."""
     return [_waiting(program, report) for report in reports]
 
 
@@ -45,19 +45,19 @@ def _waiting(program: Program, report: RankReport) -> RankReport:
     (receive, peer), row = wait, list(program.ranks[report.rank])
     stopped, sends = _consumer(receive, row), [k for k, one in enumerate(row) if one.kind in (Kind.SEND_F, Kind.SEND_B)]
     sent = "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
-    if report.ending is Ending.RAISED:  # a transport gave up: what it says of itself is no news
-        told, ending = f"{receive} with rank {peer}", Ending.STUCK
-        report = replace(report, ending=ending, message="gave up", traceback="", waiting=told, peers=(peer,))
+    if report.ending is Ending.RAISED:  # a transport's timeout message adds nothing
+        wait_text, ending = f"{receive} with rank {peer}", Ending.STUCK
+        report = replace(report, ending=ending, message="gave up", traceback="", waiting=wait_text, peers=(peer,))
     return replace(report, progress=sent)
 
 
 def _wait(report: RankReport) -> tuple[Action, int] | None:
-    """The receive that a rank waited for, and with which rank."""
+    """Return the receive that a rank awaits, and its peer."""
     found = _WAITED.search(report.waiting or "") or _WAITED.search(report.message.partition("\n")[0])
     return None if found is None else (Action.parse(found["action"]), int(found["peer"]))
 
 
-def _lost(program: Program, waits: Mapping[int, tuple[Action, int]]) -> Iterator[Lost]:
+def _find_lost(program: Program, waits: Mapping[int, tuple[Action, int]]) -> Iterator[Lost]:
     for rank, (receive, sender) in waits.items():
         send, row = _send_of(receive), list(program.ranks[sender])
         if sender in waits and send in row:
@@ -73,7 +73,7 @@ def _send_of(receive: Action) -> Action:
 
 
 def _consumer(receive: Action, row: Sequence[Action]) -> int | None:
-    """The slot of the action that a rank cannot begin before it has received."""
+    """Return the slot of the action behind a receive."""
     kinds = {Kind.FORWARD} if receive.kind is Kind.RECV_F else GIVES_INPUT_GRADIENT
     slots = (slot for slot, (s, kind, m) in enumerate(row) if (s, m) == receive[::2] and kind in kinds)
     return next(slots, None)

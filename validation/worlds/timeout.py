@@ -1,27 +1,27 @@
-"""The bound of a wait, in seconds."""
+"""Bounds for waits, in seconds."""
 
 import argparse
 import math
 
 MOST_SECONDS = 1e6
-BUDGET = 100  # runs, to find a smaller one that fails
-LOOK_S = 0.05  # between two looks at whether something has happened
-GRACE_S = 0.5  # after the first failure, for the other ranks to fail by themselves, and for a handler to write a stack
-ANSWER_S = 1.0  # for a process to say where it is, or to be seen dead
-END_S = 5.0  # for what is told to end, to skip or to say its last words
-LAUNCHER_S = 30.0  # for the other ranks of a launcher to end: torchrun grants as much to ranks that it ends
+BUDGET = 100  # runs spent on reducing a failure
+LOOK_S = 0.05  # between two polls
+GRACE_S = 0.5  # after the first failure: for other ranks to fail, and handlers to write stacks
+ANSWER_S = 1.0  # for a process to report its position, or to be seen dead
+END_S = 5.0  # for processes to end, skip, or report last
+LAUNCHER_S = 30.0  # for a launcher's other ranks to end: torchrun grants as much
 _WANTED = f"expected seconds above 0, and at most {MOST_SECONDS:g}"
 
 
 def seconds(timeout_s: float) -> float:
-    """``timeout_s`` itself, if it can be the bound of a wait. Raises ``ValueError``."""
+    """Return a valid ``timeout_s``. Raises ``ValueError`` for others."""
     if not _can_be(timeout_s):
         raise ValueError(f"timeout_s is {timeout_s!r}: {_WANTED}")
     return timeout_s
 
 
-def parsed_seconds(text: str) -> float:
-    """What an option says. Raises what argparse tells users of."""
+def parse_seconds(text: str) -> float:
+    """Parse a timeout option. Raises argparse's error for users."""
     try:
         found = float(text)
     except ValueError:

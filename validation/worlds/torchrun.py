@@ -1,4 +1,4 @@
-"""Ranks that torchrun started: each runs its part in a worker of its own, and all of them learn every answer."""
+"""torchrun's ranks: each runs its part in its own worker, and all receive every answer."""
 
 import os
 import tempfile
@@ -15,33 +15,33 @@ from pipeproof.worlds.timeout import LAUNCHER_S
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What a rank brings to a run: the number of its worker's group, or 0, and the newest number that it knows."""
+    """A rank's contribution to a run: its worker's group number, or 0, and the newest known number."""
 
     group: int
     newest_group: int
 
 
 class Torchrun:
-    """A place for ranks: those of torchrun, which all come to every run, also where it needs fewer.
+    """A place with torchrun's ranks, which all join every run, even smaller ones.
 
-    A rank's own process never waits inside a group, as nothing could end that wait. Its worker does.
+    A rank's own process never waits inside a group, since such waits cannot be ended. Its worker does.
     """
 
-    _newest_group = 0  # of all places in this process, as a group's number is never used again
+    _newest_group = 0  # shared by all places here, as group numbers are never reused
 
     def __init__(self, device: str, *, silent: bool = False) -> None:
         self._device = device
         self._silent = silent
         self._side = side_store()
-        self._pools: dict[int, tuple[int, Pool]] = {}  # by world size: the group's number and this rank's one worker
+        self._pools: dict[int, tuple[int, Pool]] = {}  # by world size: group number, and this rank's worker
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
-        """One answer for each rank, in rank order and the same on every rank of torchrun.
+        """Return one answer per rank, in rank order, the same on all torchrun ranks.
 
-        Nothing is done meanwhile: each rank's own process would take the time of its worker.
-        Raises NeedsMoreRanks, and RankFailed where ranks do not come or come with another job.
+        ``meanwhile`` stays undone: it would take time from the rank's worker. Raises NeedsMoreRanks, and RankFailed if
+        ranks are absent or bring another job.
         """
         del meanwhile
         if ranks > self._side.ranks:
@@ -71,7 +71,7 @@ class Torchrun:
         return [answer for answers in everyone for answer in answers]
 
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
-        """This rank's worker, in one group with the others' workers; None for a rank that the run does not need."""
+        """Return this rank's worker, grouped with the others'. None for a rank beyond the run's size."""
         number, pool = self._pools.get(ranks, (0, None))
         mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
         arrivals: list[_Arrival] = self._side.gather(mine, what=what, bound_s=bound_s)

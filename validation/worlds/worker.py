@@ -1,4 +1,4 @@
-"""One process that is one rank: it joins its group once, then runs jobs until nobody gives it any."""
+"""Worker process for one rank: joins its group once, then runs jobs until its controller ends."""
 
 import faulthandler
 import functools
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from pipeproof.core.observe.posted_messages import awaited, is_ours, parting, progress
+from pipeproof.core.observe.posted_messages import find_awaited, is_ours, parting, progress
 from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import accelerator, at_terminal
@@ -30,16 +30,16 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.settings import Settings
 from pipeproof.worlds.shipping import pack, unpack_job
 
-# The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
-# the only thing that ends a wait inside gloo.
+# The group never times out: the controller has the bound, and kills this process, the only way to end a wait inside
+# gloo.
 _GROUP_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a job knows about its place in the world.
+    """A job's place in the world.
 
-    ``rank`` is 0..ranks-1, ``device`` is ``cpu`` or ``cuda:N``, ``group`` the process group of exactly these ranks.
+    rank: 0..ranks-1. device: ``cpu`` or ``cuda:N``. group: the process group with exactly these ranks.
     """
 
     rank: int
@@ -49,9 +49,9 @@ class RankContext:
 
 
 def serve(orders: Connection, questions: Connection, seat: Seat, environment: Mapping[str, str]) -> NoReturn:
-    """Be the rank of this seat: join the group and say so, then give each order its answer, for ever.
+    """Serve a seat: join the group, report it, then answer orders for ever.
 
-    The environment replaces this process's own, which is as old as the fork server.
+    ``environment`` replaces this process's own, which dates from the fork server's start.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -64,7 +64,7 @@ def serve(orders: Connection, questions: Connection, seat: Seat, environment: Ma
             report = attempt(seat.rank, functools.partial(obey, orders.recv_bytes(), context()))
             orders.send_bytes(pack(replace(report, left=dist.group.WORLD is not context().group)))
     except (EOFError, OSError):
-        os._exit(0)  # nobody is left to work for, and an orderly end could wait for other ranks
+        os._exit(0)  # no controller is left, and an orderly exit could wait for other ranks
 
 
 def _settle(seat: Seat) -> None:
@@ -72,7 +72,7 @@ def _settle(seat: Seat) -> None:
     try:
         stacks = seat.stacks.open("w")
     except FileNotFoundError:
-        os._exit(0)  # whoever started it has ended meanwhile, and taken the folder along
+        os._exit(0)  # the controller ended meanwhile, and removed the folder
     if seat.silent:
         with seat.output.open("w") as output:
             os.dup2(output.fileno(), 1)
@@ -107,12 +107,12 @@ def _open_store(address: str) -> Store:
 
 
 def obey(order: bytes, context: RankContext) -> object:
-    """Do a rank's part of a packed job. Raises whatever it raises. What it sets for its process is put back."""
+    """Run a rank's part of a packed job. Raises its errors. Process settings are restored."""
     job, arguments = unpack_job(order)
     kept, settings = _groups_of_jobs(), Settings()
     try:
         return job(context, *arguments)
-    except Exception as error:  # whatever the user's code raises, its own globals may be why
+    except Exception as error:  # user code may raise anything, possibly because of its own globals
         if isinstance(error, BdbQuit):
             error.args = (at_terminal.LEFT,)
         if kept:
@@ -126,24 +126,24 @@ def obey(order: bytes, context: RankContext) -> object:
 
 
 def _groups_of_jobs() -> int:
-    """How many process groups there are beside the one of all ranks; 0 where torch does not say."""
+    """Count process groups beside the default one; 0 if torch hides them."""
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())
     return max(0, len(groups) - 1)
 
 
 def attempt(rank: int, work: Callable[[], object]) -> RankReport:
-    """How ``work`` ended on ``rank``, with what it gave."""
-    parting()  # of a job that failed
+    """Run ``work`` on ``rank`` and report its ending and result."""
+    parting()  # left by a failed job
     try:
         result = work()
-    except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
+    except BaseException as error:  # includes SystemExit and pytest's outcomes: the controller judges them all
         return _failure(rank, error)
     finally:
         at_terminal.finish_lines()
     try:
         made, groups = pack(result), _groups_of_jobs()
         return RankReport(rank, Ending.FINISHED, traceback=parting(), at_s=time.time(), payload=made, groups=groups)
-    except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
+    except Exception as error:  # any type: unpicklable objects raise anything
         message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
         return RankReport(rank, Ending.RAISED, message, at_s=time.time())
 
@@ -156,22 +156,22 @@ def _failure(rank: int, error: BaseException) -> RankReport:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
-    told = traceback.TracebackException(type(error), error, trace)
+    formatted = traceback.TracebackException(type(error), error, trace)
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    message = "".join(told.format_exception_only()).strip()
-    trace_text, payload = "".join(told.format()), _packed_cause(error)
+    message = "".join(formatted.format_exception_only()).strip()
+    trace_text, payload = "".join(formatted.format()), _pack_cause(error)
     return RankReport(rank, Ending.RAISED, message, trace_text, at_s=now_s, payload=payload, stack=stack_of(innermost))
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether this frame only leads to the user's code: pytest's own mark says so."""
+    """True for frames around user code, by pytest's own mark."""
     return frame.f_code.co_filename == __file__ or "__tracebackhide__" in frame.f_locals
 
 
-def _packed_cause(error: BaseException) -> bytes:
+def _pack_cause(error: BaseException) -> bytes:
     try:
         return pack(error) if isinstance(error, ValueError) else b""
-    except Exception:  # the exception holds something that cannot travel; its text has been told
+    except Exception:  # the exception holds something that cannot travel; its text is reported already
         return b""
 
 
@@ -184,30 +184,30 @@ def _answer_questions(questions: Connection) -> NoReturn:
             frame = sys._current_frames()[main]
             waiting, peers = _wait(main, frame)
             report = RankReport(-1, Ending.STOPPED, waiting=waiting, peers=peers, progress=progress())
-            told = stack_text(traceback.extract_stack(frame))
-            questions.send_bytes(pack(replace(report, traceback=told, stack=stack_of(frame))))  # -1: who asks knows
+            text = stack_text(traceback.extract_stack(frame))
+            questions.send_bytes(pack(replace(report, traceback=text, stack=stack_of(frame))))  # -1: who asks knows
     except (EOFError, OSError):
-        os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
+        os._exit(1)  # the controller is gone, and the main thread may be stuck
 
 
 def _wait(thread: int, frame: FrameType) -> tuple[str | None, tuple[int, ...] | None]:
-    """What a rank waits for whose ``thread`` is at this frame, and from which ranks, as ``RankReport`` has it."""
+    """Return a rank's wait and possible peers, from its ``thread``'s frame."""
     if own := waiting.current():
         return own, None
-    return awaited(thread) or _collective(frame) or (None, None)
+    return find_awaited(thread) or _collective(frame) or (None, None)
 
 
 def stack_text(frames: Sequence[traceback.FrameSummary]) -> str:
-    """A stack from the job on."""
+    """Format a stack from the job on."""
     ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     own = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if not is_ours(frame.filename)]
     return "".join(traceback.format_list(own))
 
 
 def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | None:
-    """The outermost call into torch.distributed that is no decorator: what the job itself called, and with which ranks.
+    """Describe the outermost call into torch.distributed, decorators excluded, with its ranks.
 
-    Of a group of all ranks that is nobody in particular. Where no group shows it is not known.
+    For the group of all ranks the peers are empty; without a visible group they are None.
     """
     calls = [
         frame
@@ -229,20 +229,20 @@ def _collective(innermost: FrameType) -> tuple[str, tuple[int, ...] | None] | No
 
 
 def share_gloo_device() -> None:
-    """Give all gloo groups that this process makes from now on one device."""
+    """Share one device among all gloo groups that this process creates from now on."""
     if dist.is_gloo_available():
         gloo: Any = dist.ProcessGroupGloo
         own = gloo.__init__
         devices = functools.cache(_devices)
 
         @functools.wraps(own)
-        def made(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> Any:
+        def make(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> Any:
             options = gloo._Options()
             apart = [name for name in named if name != "timeout" and not hasattr(options, name)]
             more = [*given]
             if len(more) == 1 and isinstance(more[0], timedelta) and "timeout" not in named:
                 named["timeout"] = more.pop()
-            if more or apart or not isinstance(named.get("timeout"), timedelta):  # not as torch's groups are made
+            if more or apart or not isinstance(named.get("timeout"), timedelta):  # not created as torch's groups are
                 return own(self, store, rank, size, *more, **named)
             options._timeout, options._devices = named.pop("timeout"), [*devices()]
             options._threads = 2 * len(options._devices)
@@ -250,11 +250,11 @@ def share_gloo_device() -> None:
                 setattr(options, name, value)
             return own(self, store, rank, size, options)
 
-        gloo.__init__ = made
+        gloo.__init__ = make
 
 
 def _devices() -> tuple[Any, ...]:
-    """Those that torch would choose: of each interface that the environment names, or of the host's name."""
+    """Return torch's own choice of devices: one per interface in the environment, or the host name's."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:
         return (dist.ProcessGroupGloo.create_default_device(),)

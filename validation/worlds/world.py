@@ -1,4 +1,4 @@
-"""Run a function on several ranks and get every rank's result, wherever the ranks are."""
+"""Run a function on several ranks and return every rank's result, wherever ranks live."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Place(Protocol):
-    """Where ranks are: each does its part of a packed job, and there is one report of each, in rank order."""
+    """Runs a packed job on ranks, with one report per rank, in rank order."""
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
@@ -35,9 +35,9 @@ class Place(Protocol):
 
 
 class Decision(Protocol):
-    """What decides a run where the machine does not: a seed, say.
+    """Decides a simulated run, such as by a seed.
 
-    ``decider``: who does, in words. ``options``, ``pytest_options``: how a command line and pytest's say all of it.
+    decider: its name in words. options, pytest_options: command line and pytest options that reproduce it.
     """
 
     @property
@@ -55,12 +55,11 @@ class Decision(Protocol):
 class World:
     """Ranks to run functions on.
 
-    Under torchrun they are the ranks that it started, and every one of them must call ``run`` alike; anywhere else they
-    are processes of this machine, started when first needed and used again. A world is not for several threads.
+    Under torchrun they are its ranks, and all must call ``run`` alike; elsewhere they are local processes, started on
+    first use and reused. Not thread-safe.
 
-    Other kinds of worlds are subclasses, in which something else than the machine may decide how a run goes.
-    ``own_modules``: packages that keep a rank's state, which ranks that share a process have one each of.
-    ``seed_option``: pytest's, where a replay of a test has to say it.
+    Subclasses are other kinds of worlds, whose runs something besides the machine may decide. own_modules: packages
+    with state per rank, separate for ranks in one process. seed_option: pytest's, if a test's replay needs it.
     """
 
     kind = REAL
@@ -73,13 +72,12 @@ class World:
         silent: bool = False,
         most_groups: int | None = None,
     ) -> None:
-        """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
-        which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
+        """``device``: a type such as ``cpu`` or ``cuda``, whose devices a host's ranks share in turn, or ``cuda:0`` for
+        all ranks. ``timeout_s`` bounds each run, in seconds. Invalid values raise ValueError.
 
-        ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
-        in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
-        gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps two threads.
-        Not under torchrun.
+        ``silent``: hide ranks' output, except a dying rank's last lines. ``most_groups``: processes with more leftover
+        process groups than this are replaced after a run, which drops all changes made by jobs; None: never. Groups
+        cannot be ended, as torch caches their users, and each gloo group keeps two threads. Ignored under torchrun.
         """
         if why := refusal(split(device)[0]):
             raise ValueError(why)
@@ -93,36 +91,36 @@ class World:
 
     @property
     def decision(self) -> Decision | None:
-        """What decides the next run; None where the machine does."""
+        """Decision for the next run. None if the machine decides."""
         return None
 
     @property
     def searches(self) -> bool:
-        """Whether a case is to be run in more than one way."""
+        """True if a case runs in several ways."""
         return False
 
     @property
     def searched(self) -> str:
-        """What the search was, in a sentence; empty where there was none."""
+        """The search in a sentence; empty without one."""
         return ""
 
     def decide(self, decision: Any) -> None:
-        """Let ``decision`` say what decides the next runs."""
+        """Apply ``decision`` to later runs."""
         raise AssertionError(f"the machine decides about real ranks, and not {decision}")
 
     def set_transport(self, transport: "Transport") -> None:
-        """Let messages of the next runs go by the rules of ``transport``."""
+        """Apply ``transport``'s message rules to later runs."""
         raise AssertionError(f"messages of real ranks go as they do, and not by {transport}")
 
     def interleavings(self) -> Iterator[None]:
-        """Once for each way in which a case is to be run, which is then this world's: real ranks have one."""
+        """Iterate over this world's ways to run a case: real ranks have one."""
         yield
 
     def reduce(self, fails: Callable[[], bool]) -> None:
-        """Leave in this world the least of what decides its runs with which ``fails`` still is true."""
+        """Reduce this world's decisions to the least for which ``fails`` stays true."""
 
     def complete(self, verdict: Any) -> Any:
-        """``verdict``, which is on the last run, with what else this world knows of that."""
+        """Add this world's knowledge about the last run to ``verdict``."""
         return verdict
 
     def run(
@@ -133,37 +131,36 @@ class World:
         timeout_s: float | None = None,
         meanwhile: Iterable[object] = (),
     ) -> list[Result]:
-        """Call ``job(context, *args)`` on each of ``ranks`` ranks: the results in rank order, the same list everywhere.
+        """Call ``job(context, *args)`` on ``ranks`` ranks. Returns results in rank order, the same list everywhere.
 
-        Job, arguments and results travel as bytes, so closures are welcome. Let results be on the CPU. What a job
-        changes stays on its rank, also for later jobs there: a default dtype, say.
+        Job, arguments and results travel as bytes, closures included. Return results on the CPU. A job's changes to its
+        process persist for later jobs, such as a default dtype.
 
-        timeout_s: bounds this run. meanwhile: work of the caller's own, step by step, for which busy ranks may leave
-        room. Some of it is done, none, or all. Keep steps short: ranks are looked after between two of them. What a
-        step raises ends the run.
+        timeout_s: bounds this run. meanwhile: the caller's own work in short steps, for idle time while ranks are busy.
+        Some steps may stay undone. Ranks are polled between steps. A step's error ends the run.
 
-        Raises ``WorldError`` for a job that cannot travel, and ``NeedsMoreRanks`` where a launcher started fewer.
-        Raises ``RankFailed``, culprit first, if a rank raises, dies, or has not finished when the bound is reached.
-        Raises the skip if every rank skips for one reason.
+        Raises ``WorldError`` for a job that cannot travel, and ``NeedsMoreRanks`` if a launcher started fewer. Raises
+        ``RankFailed``, culprit first, if a rank raises, dies, or misses the bound. Raises the skip if all ranks skip
+        for one reason.
         """
-        __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
+        __tracebackhide__ = True  # a test's traceback should show the test's own line
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         order = _order(job, args)
         if self._place is None:
-            self._place = self._started()
+            self._place = self._start_ranks()
         return _results(self._place.run(order, label=_label(job), ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
-    def _started(self) -> Place:
+    def _start_ranks(self) -> Place:
         if under_torchrun():
-            from pipeproof.worlds.torchrun import Torchrun  # elsewhere nothing of it is needed
+            from pipeproof.worlds.torchrun import Torchrun  # unused elsewhere
 
             return Torchrun(self.device, silent=self._silent)
         return Processes(self.device, silent=self._silent, most_groups=self._most_groups)
 
     def close(self) -> None:
-        """End the processes of this world, whatever they do, within a bound. A later run starts fresh ones."""
+        """End this world's processes within a bound, whatever they do. A later run starts fresh ones."""
         if self._place is not None:
             self._place.close()
             self._place = None
@@ -178,7 +175,7 @@ class World:
 
 
 def open_world(kind: str, **options: Any) -> World:
-    """A world of this kind, of which ``options`` are its own. Raises ValueError for a kind that there is not."""
+    """Open a world of this kind, with its ``options``. Raises ValueError for an unknown kind."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
     make: Callable[..., World] = World if kind == REAL else cast("Callable[..., World]", extension("worlds", kind))
@@ -186,16 +183,16 @@ def open_world(kind: str, **options: Any) -> World:
 
 
 def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
-    """The job as bytes. Raises ``WorldError`` where something in it cannot leave this process."""
+    """Pack a job. Raises ``WorldError`` for contents that cannot leave this process."""
     try:
         return pack((sys.path, FIRST, pack((job, arguments))))
-    except Exception as error:  # no one type: every object has its own way to refuse
-        told = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
-        raise WorldError(told + unshippable((job, *arguments))) from error
+    except Exception as error:  # any type: each object refuses in its own way
+        reason = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
+        raise WorldError(reason + unshippable((job, *arguments))) from error
 
 
 def _label(job: Callable[..., object]) -> str:
-    named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial has no name of its own
+    named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial is unnamed
     return f"{named.__module__}.{named.__qualname__}"
 
 
@@ -203,7 +200,7 @@ def _results(answers: Sequence[RankReport]) -> list[Any]:
     __tracebackhide__ = True
     if not any(answer.failed for answer in answers):
         return [_result(answer) for answer in answers]
-    reports = [replace(answer, payload=b"") for answer in answers]  # who catches the error keeps no results
+    reports = [replace(answer, payload=b"") for answer in answers]  # the error's holder keeps no results
     if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
         _skip(reports[0].message)
     raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
@@ -212,14 +209,14 @@ def _results(answers: Sequence[RankReport]) -> list[Any]:
 def _result(answer: RankReport) -> object:
     try:
         return unpack(answer.payload)
-    except Exception as error:  # no one type: an object's own code runs when it is unpacked
+    except Exception as error:  # any type: unpacking runs the object's own code
         raise WorldError(f"the result of rank {answer.rank} cannot be read here: {error!r}") from error
 
 
 def _cause(answer: RankReport) -> ValueError | None:
     try:
         cause = unpack(answer.payload) if answer.payload else None
-    except Exception:  # an exception whose constructor wants more than it kept; the report has its text
+    except Exception:  # an exception whose constructor needs more than it stored; the report has its text
         return None
     return cause if isinstance(cause, ValueError) else None
 

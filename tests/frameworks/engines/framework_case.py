@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.own.case import CaseError
-from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, check_count
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
 from tests.frameworks.engines.framework_layout import FrameworkLayout, word
 from tests.frameworks.engines.megatron_layout import MegatronLayout
@@ -35,15 +35,15 @@ class FrameworkCase:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        counted("ranks", layout.pp, most=MOST_PROCESSES)
-        counted("replicas", layout.dp, most=MOST_PROCESSES // layout.pp)
-        counted("stages on a rank", layout.vp, most=MOST_LAYERS // layout.pp)
-        counted("layers", layout.layers, most=MOST_LAYERS)
-        counted("microbatches", self.microbatches, most=MOST_MICROBATCHES)
-        counted("seed", layout.seed, least=0, most=MOST_SEED)
+        check_count("ranks", layout.pp, most=MOST_PROCESSES)
+        check_count("replicas", layout.dp, most=MOST_PROCESSES // layout.pp)
+        check_count("stages on a rank", layout.vp, most=MOST_LAYERS // layout.pp)
+        check_count("layers", layout.layers, most=MOST_LAYERS)
+        check_count("microbatches", self.microbatches, most=MOST_MICROBATCHES)
+        check_count("seed", layout.seed, least=0, most=MOST_SEED)
         for name, one in layout.told().items():
             if isinstance(value := getattr(layout, one.name), int):
-                counted(name, value, least=0, most=MOST_LAYERS)
+                check_count(name, value, least=0, most=MOST_LAYERS)
         if why := layout.why_not(self.microbatches):
             raise CaseError(f"{self} cannot be: {why}")
 
@@ -123,7 +123,7 @@ def _value(text: str, known: Mapping[str, Field[Any]], line: str) -> tuple[str, 
     """The field that ``text`` of the line names, and its value."""
     name, equals, value = text.partition("=")
     if name not in known or bool(equals) == isinstance(known[name].default, bool):
-        raise CaseError(f"{line!r}: {text!r} is no option: {known_are(name, list(known))}")
+        raise CaseError(f"{line!r}: {text!r} is no option: {list_known(name, list(known))}")
     field = known[name]
     if isinstance(field.default, bool):
         return field.name, True

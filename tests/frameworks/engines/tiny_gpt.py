@@ -16,8 +16,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from pipeproof import StepResult
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.adapters import megatron
 from pipeproof.wings.adapters.megatron_whole import MEGATRON
 from tests.frameworks.engines.groups import groups_given_back
@@ -184,7 +185,7 @@ def optimizer_of(layout: MegatronLayout, chunks: list[Any]) -> Any:
     return made
 
 
-def step(layout: MegatronLayout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def step(layout: MegatronLayout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The step that is judged, on this rank."""
     with groups_given_back():
         chunks = made(layout)
@@ -192,9 +193,9 @@ def step(layout: MegatronLayout, model: nn.Module, microbatches: list[Any]) -> H
         if layout.second:
             data = [iter(microbatches) for _ in chunks]
             train_step(forward, data if len(chunks) > 1 else data[0], chunks, optimizer, len(microbatches))
-        with megatron.observed(chunks, forward, microbatches, model, optimizer) as seen:
-            train_step(seen.forward_step, seen.data_iterator, chunks, optimizer, len(microbatches))
-        return seen.handed_back()
+        with megatron.observe(chunks, forward, microbatches, model, optimizer) as observed:
+            train_step(observed.forward_step, observed.data_iterator, chunks, optimizer, len(microbatches))
+        return observed.result()
 
 
 def train_step(forward: Any, data: Any, chunks: list[Any], optimizer: Any, microbatches: int) -> None:

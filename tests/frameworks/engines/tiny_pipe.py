@@ -9,8 +9,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from pipeproof import StepResult
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.adapters import deepspeed as adapter
 from pipeproof.wings.adapters.deepspeed import DEEPSPEED
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
@@ -94,7 +95,7 @@ def zero_of(layout: DeepSpeedLayout) -> dict[str, Any]:
     return told | ({"reduce_bucket_size": layout.bucket} if layout.bucket else {})
 
 
-def step(layout: DeepSpeedLayout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def step(layout: DeepSpeedLayout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The batch that is judged, on this rank."""
     with groups_given_back():
         deepspeed.init_distributed()
@@ -102,9 +103,9 @@ def step(layout: DeepSpeedLayout, model: nn.Module, microbatches: list[Any]) -> 
         if layout.second:
             DEEPSPEED.load(engine.module.named_parameters(), model)  # what a verdict is about begins here
             train_step(engine, iter(microbatches))
-        with adapter.observed(engine, microbatches, model) as seen:
-            train_step(engine, seen.data_iterator)
-        return seen.handed_back()
+        with adapter.observe(engine, microbatches, model) as observed:
+            train_step(engine, observed.data_iterator)
+        return observed.result()
 
 
 def train_step(engine: PipelineEngine, data: Any) -> None:

@@ -19,11 +19,12 @@ from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.utils import set_default_dtype
 
+from pipeproof import StepResult
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.torch_pipelining import by_microbatches
 from pipeproof.wings.adapters import torchtitan as adapter
-from pipeproof.wings.adapters.framework import replaced
+from pipeproof.wings.adapters.framework import replace_attribute
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
@@ -160,7 +161,7 @@ def train_step(layout: TorchtitanLayout, trainer: SimpleNamespace, data: Data) -
         )
 
 
-def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> HandedBack:
+def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> StepResult:
     """The step that is judged, on this rank."""
     with groups_given_back():
         trainer = made(layout, model, len(microbatches))
@@ -169,13 +170,13 @@ def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> Hand
             own.load(own.step(), (), model)  # what a verdict is about begins here
             schedule = trainer.pp_schedule
             call = schedule.step if layout.whole_batch else partial(by_microbatches, schedule.step, schedule)
-            with replaced(schedule, "step", call):  # as observed does
+            with replace_attribute(schedule, "step", call):  # as observed does
                 train_step(layout, trainer, microbatches)
             for part in trainer.model_parts:
                 part.zero_grad()
-        with adapter.observed(trainer.pp_schedule, trainer.model_parts, model) as seen:
+        with adapter.observe(trainer.pp_schedule, trainer.model_parts, model) as observed:
             train_step(layout, trainer, microbatches)
-        return seen.handed_back()
+        return observed.result()
 
 
 def data_of(microbatches: int, seed: int = 0) -> Data:

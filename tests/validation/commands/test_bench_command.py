@@ -41,6 +41,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"{name}.json").write_text(json.dumps({"format": "pipeproof/config", "version": 1, **data}))
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_configs_take_turns(typed: Typed) -> None:
     assert main(["bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]) == 0

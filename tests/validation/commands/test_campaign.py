@@ -30,7 +30,7 @@ CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",),
 
 def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
     status = validate_all(cases, Setting("cpu", outputs=Outputs(str(path))))
-    return status, [verdict["verdict"] for verdict in documented(path.read_text())["verdicts"]]
+    return status, [verdict["outcome"] for verdict in documented(path.read_text())["verdicts"]]
 
 
 @pytest.mark.pipeproof_ranks
@@ -41,6 +41,7 @@ def test_a_crash_does_not_stop_the_others(tmp_path: Path, typed: Typed) -> None:
     assert "batch_size" in out
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_the_page_of_one_case_and_of_several(tmp_path: Path) -> None:
     path = tmp_path / "x.html"
@@ -55,12 +56,14 @@ def test_the_page_of_one_case_and_of_several(tmp_path: Path) -> None:
     golden(PageText(path.read_text()).lines, lines="^All ")
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_case_that_cannot_show_its_fault(tmp_path: Path, typed: Typed) -> None:
     assert run([replace(SOUND, microbatches=1, specimen="activation-nan")], tmp_path / "x.json") == (0, ["pass"])
     golden(typed.said(), lines="cannot show|^1 pass")
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_crash_hides_no_wrong_answer(tmp_path: Path) -> None:
     assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
@@ -101,7 +104,7 @@ PASSED = Verdict("c", "pass", "bitwise", LAWS)
 
 def test_what_was_found_before_an_interruption(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
-    monkeypatch.setattr(campaign, "validated", asked_at(2, answers=[]))
+    monkeypatch.setattr(campaign, "validate_case", asked_at(2, answers=[]))
     with pytest.raises(AskedToEnd):
         validate_all([SOUND] * 5, Setting("cpu", outputs=Outputs(str(path))))
     golden(typed.said().splitlines()[-1])

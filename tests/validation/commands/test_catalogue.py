@@ -21,9 +21,9 @@ from pipeproof.wings.specimens import (
     RIGHT,
     Named,
     Trial,
-    chosen,
+    choose,
     listing,
-    loaded,
+    load,
 )
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -69,12 +69,13 @@ def test_steps_by_hand_are_on_the_cpu_and_of_one_size(capsys: pytest.CaptureFixt
         with pytest.raises(
             SpecimenError, match="'never-unscaled' is a step by hand, on the CPU and of one size: plant"
         ):
-            chosen("never-unscaled", **refused)  # type: ignore[arg-type]
+            choose("never-unscaled", **refused)  # type: ignore[arg-type]
     golden(listing(["never-unscaled"]))
     assert try_all(["never-unscaled"], ["1f1b"], Setting("cpu")) == 1, "nothing was tried"
     golden(capsys.readouterr().out)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_steps_by_hand_are_tried_beside_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
@@ -103,7 +104,7 @@ def test_races_are_tried_under_seeds_and_written_down(tmp_path: Path, capsys: py
 def test_a_race_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own_race.py"
     file.write_text(OWN_RACE)
-    assert loaded(str(file)) == ["own-race"]
+    assert load(str(file)) == ["own-race"]
     try:
         assert try_all(["own-race"], [], Setting("cpu", simulation=Simulation(count=20))) == 0
         assert "read-before-wait" in capsys.readouterr().out
@@ -159,7 +160,7 @@ def test_an_interruption_says_how_many_were_not_tried(
 
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Verdict("", "fail", "none", ())
-    monkeypatch.setattr(catalogue, "validated", lambda case, world, measure: (failed, None))
+    monkeypatch.setattr(catalogue, "validate_case", lambda case, world, measure: (failed, None))
     monkeypatch.setattr("pipeproof.wings.specimens.validate_mixed", lambda case, world: failed)
     said, _count = catalogue._controls(World(), Setting("cpu")), len(CONTROLS) + len(RIGHT)
     golden(said)

@@ -135,7 +135,7 @@ def test_a_validation_prints_a_line_per_schedule(python: Launch, tmp_path: Path)
     golden(done.stdout, lines="bit for bit")
     assert sum(row[:2] == ["rank", "step"] for row in rows) == 6
     data = json.loads(path.read_text())
-    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 6
+    assert [verdict["outcome"] for verdict in data["verdicts"]] == ["pass"] * 6
     assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
 
 
@@ -154,6 +154,7 @@ def test_a_picture_without_the_library(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sweep
 def test_a_run_is_timed_beside_its_simulation(python: Launch, tmp_path: Path) -> None:
     done = python(
         tmp_path, "-m", "pipeproof", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",

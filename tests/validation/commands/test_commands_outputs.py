@@ -28,7 +28,7 @@ def test_a_document_has_its_verdicts_and_status() -> None:
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot write"), Outputs(str(tmp_path / "no" / "x.json")).opened("validate"):
+    with pytest.raises(ValueError, match="cannot write"), Outputs(str(tmp_path / "no" / "x.json")).open("validate"):
         pytest.fail("the work began")
 
 
@@ -63,7 +63,7 @@ def test_a_verdict_is_as_the_schema_says() -> None:
 
 def test_only_what_is_no_pass_has_all_numbers() -> None:
     passed = replace(shown.PASSED, measured=shown.FAILED.measured)
-    made = [shown.FAILED, passed, replace(passed, verdict="unknown"), replace(shown.BARE, ended="hang")]
+    made = [shown.FAILED, passed, replace(passed, outcome="unknown"), replace(shown.BARE, ended="hang")]
     data = documented(json.dumps(finite(document("validate", 1, made))))["verdicts"]
     assert ["measured" in one for one in data] == [True, False, True, True]
     assert len(json.dumps(data[1])) < len(json.dumps(data[2])) / 2

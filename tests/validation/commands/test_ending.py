@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from pipeproof.commands import ending
-from pipeproof.commands.ending import UNREAD, Asked, AskedToEnd, ReaderGone, ended, standard_output
+from pipeproof.commands.ending import UNREAD, Asked, AskedToEnd, ReaderGone, run_command, standard_output
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.output_file import OutputError
 from pipeproof.worlds.timeout import END_S
@@ -44,12 +44,12 @@ def raising(error: BaseException) -> Callable[[], int]:
 def test_each_end_is_said_once(
     error: BaseException, status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ended(raising(error)) == status
+    assert run_command(raising(error)) == status
     assert capsys.readouterr() == (out, err)
 
 
 def test_a_fault_of_ours_is_no_wrong_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(raising(RuntimeError("x"))) == 3
+    assert run_command(raising(RuntimeError("x"))) == 3
     golden(capsys.readouterr().err)
 
 
@@ -75,7 +75,7 @@ def test_a_request_to_end_is_met_in_order(
 
     before = signal.signal(number, handler)
     try:
-        assert ended(command) == 128 + number
+        assert run_command(command) == 128 + number
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
@@ -88,7 +88,7 @@ class Dying:
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)  # a bytecode or two for the signal to be seen in
+        time.sleep(0.01)  # a bytecode or two for the signal to be observed in
 
 
 def test_a_request_where_nothing_can_be_raised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_request_where_nothing_can_be_raised(capsys: pytest.CaptureFixture[str
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        assert ended(command) == 130
+        assert run_command(command) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "pipeproof: interrupted\n"
@@ -110,8 +110,8 @@ def test_variables_of_another_program_do_not_silence(
 ) -> None:
     for name, text in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, text)
-    assert ended(raising(ValueError("no"))) == 2
-    assert ended(raising(LawBroken("broken"))) == 1
+    assert run_command(raising(ValueError("no"))) == 2
+    assert run_command(raising(LawBroken("broken"))) == 1
     assert capsys.readouterr() == ("broken\n", "pipeproof: no\n")
 
 
@@ -119,15 +119,15 @@ def test_variables_of_another_program_do_not_silence(
 def test_rank_0_has_the_last_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     waits: list[float] = []
     monkeypatch.setattr(ending.time, "sleep", waits.append)
-    assert ended(raising(ValueError("no"))) == 2
-    assert ended(lambda: 0) == 0
+    assert run_command(raising(ValueError("no"))) == 2
+    assert run_command(lambda: 0) == 0
     assert waits == [END_S]
     assert capsys.readouterr() == ("", "")
 
 
 def test_standard_error_that_is_closed_changes_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
-    assert ended(raising(ValueError("no"))) == 2
+    assert run_command(raising(ValueError("no"))) == 2
 
 
 class Broken(io.StringIO):
@@ -196,7 +196,7 @@ def test_closed_it_is_refused_before_the_work(
 ) -> None:
     done: list[int] = []
     monkeypatch.setattr("sys.stdout", None)
-    assert ended(lambda: done.append(1) or 0) == 2
+    assert run_command(lambda: done.append(1) or 0) == 2
     assert done == []
     golden(capsys.readouterr().err)
 
@@ -246,6 +246,7 @@ def test_as_a_shell_redirects_it(redirection: str, status: int, said: str, unbuf
     assert piped(redirection, *SHOW, unbuffered=unbuffered) == (status, said)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks  # it starts processes
 def test_where_even_the_complaint_cannot_be_written() -> None:
     assert piped("2>/dev/full", *SHOW, "--virtual", "2", unbuffered=True) == (2, "")
@@ -253,9 +254,9 @@ def test_where_even_the_complaint_cannot_be_written() -> None:
 
 def test_a_loop_in_a_shell_stops() -> None:
     """A shell goes on after a program that exits with 130, and stops after one that the signal ended."""
-    code = "import os, signal\nfrom pipeproof.commands.ending import ended, leave\n"
+    code = "import os, signal\nfrom pipeproof.commands.ending import leave, run_command\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "leave(ended(lambda: os.kill(os.getpid(), signal.SIGINT)))"
+    code += "leave(run_command(lambda: os.kill(os.getpid(), signal.SIGINT)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "pipeproof: interrupted\n")
 

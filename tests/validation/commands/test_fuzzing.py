@@ -30,7 +30,7 @@ PASSED = Verdict("c", "pass", "bitwise", LAWS)
 
 def test_undecided_cases_are_no_verdict(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.undecided += [SmallestFailure(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
+        tally.undecided += [SmallestFailure(SOUND, replace(PASSED, outcome="unknown"), None)] * 2
 
     monkeypatch.setattr(fuzzing, "fuzz", fuzz)
     status = fuzz_all(Setting("cpu"), Wish(9, 0, ("1f1b",), ("fp32",), 4))
@@ -41,7 +41,7 @@ def test_undecided_cases_are_no_verdict(typed: Typed, monkeypatch: pytest.Monkey
 def test_a_failure_that_was_not_shrunk_yet(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
         tally.failures += [
-            SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)
+            SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, outcome="fail"), None) for m in (9, 3)
         ]
         raise AskedToEnd(signal.SIGINT)
 
@@ -62,8 +62,8 @@ def test_composed_cases_are_drawn(typed: Typed) -> None:
 
 def test_a_wrong_composed_case_can_be_replayed(simulated: World) -> None:
     case = Case.parse("1f1b r2 s2 m2 split=1,1 model=mlp plan=train seed=0 specimen=loss-undivided")
-    found = Drawn(st.nothing(), (), "", None, composed=True).judged(case, simulated)
-    assert found.verdict == "fail"
+    found = Drawn(st.nothing(), (), "", None, composed=True).judge(case, simulated)
+    assert found.outcome == "fail"
     assert found.replay.endswith("--check composed")
 
 
@@ -78,7 +78,7 @@ class Judge:
         self.at = {number: what for what, number in at.items()}
         self.ran: list[str] = []
         monkeypatch.setattr(fuzzing, "PART", 4)
-        monkeypatch.setattr(fuzzing, "judged", self)
+        monkeypatch.setattr(fuzzing, "judge_case", self)
 
     def __call__(self, case: Case, world: World) -> Verdict:
         self.ran.append(f"{case} {world.decision}")
@@ -86,7 +86,7 @@ class Judge:
         if verdict == "interrupted":
             raise AskedToEnd(signal.SIGINT)
         mismatches = () if verdict == "pass" else (Mismatch("loss", 1, "a", "b"),)
-        return replace(PASSED, config=str(case), verdict=verdict, mismatches=mismatches)
+        return replace(PASSED, config=str(case), outcome=verdict, mismatches=mismatches)
 
 
 def campaign(file: Path, *, cases: int = 10, more: str = "") -> int:

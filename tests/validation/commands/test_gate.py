@@ -35,7 +35,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         laws = tuple(LawResult(name, outcome, 1) for name in ("loss", "gradient", "grad-norm"))  # type: ignore[arg-type]
         return Verdict(str(case), outcome, "none", laws), None  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gate, "validated", judged)
+    monkeypatch.setattr(gate, "validate_case", judged)
 
 
 @pytest.mark.usefixtures("without_ranks")
@@ -62,23 +62,23 @@ def test_fuzzing_that_ends_early_makes_the_gate_short(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("without_ranks")
 def test_a_gate_that_cannot_fail_proves_nothing(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
-    blind = gate.validated
-    monkeypatch.setattr(gate, "validated", lambda case, *_, **__: blind(replace(case, specimen=""), None))  # type: ignore[arg-type]
+    blind = gate.validate_case
+    monkeypatch.setattr(gate, "validate_case", lambda case, *_, **__: blind(replace(case, specimen=""), None))  # type: ignore[arg-type]
     typed(["gate", *SMALL, "--cases", "1"], 3, lines="planted|^gate")
 
 
 @pytest.mark.usefixtures("without_ranks")
 def test_a_drawn_case_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
-    sound = gate.validated
+    sound = gate.validate_case
 
     def wrong_with_three(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, None]:
         faulty = replace(case, specimen="layernorm-zero") if case.microbatches >= 3 else case
         return replace(sound(faulty, world)[0], config=str(case)), None
 
-    monkeypatch.setattr(gate, "validated", wrong_with_three)
+    monkeypatch.setattr(gate, "validate_case", wrong_with_three)
     out = typed(["gate", *SMALL, "--cases", "50"], 1, lines="^FAIL|^  again")
-    ran, due = map(int, re.findall(r"(\d+) of (\d+) cases ran", out)[0])
-    assert ran < due == 52
+    ran, expected = map(int, re.findall(r"(\d+) of (\d+) cases ran", out)[0])
+    assert ran < expected == 52
 
 
 @pytest.mark.pipeproof_ranks
@@ -91,13 +91,16 @@ def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch
     suite = ElementTree.parse("kept/gate.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
     golden(Path("kept/gate.md").read_text(), lines="fail", numbers=False)
-    assert documented(Path("kept/1-naive.json").read_text())["verdicts"][0]["verdict"] == "fail"
+    assert documented(Path("kept/1-naive.json").read_text())["verdicts"][0]["outcome"] == "fail"
     shown = Path("gate.html").read_text()
     golden(PageText(shown).lines, lines="^Of ")
     assert all(group in shown for group in ("pinned", "fuzz", "planted"))
     assert read("kept/1-naive.observed").kind == "observed"
     typed(
-        ["compare", "kept/1-naive.expected", "kept/1-naive.observed"], 1, lines="^  (first seen|again) ", numbers=False
+        ["compare", "kept/1-naive.expected", "kept/1-naive.observed"],
+        1,
+        lines="^  (mismatch|again) ",
+        numbers=False,
     )
     assert sorted(path.name for path in Path("kept").iterdir()) == [
         "1-naive.expected", "1-naive.json", "1-naive.observed", "1-naive.txt", "gate.md", "gate.xml",
@@ -121,7 +124,7 @@ def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch
 def test_bad_input_is_refused_before_anything_runs(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "validated", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr(gate, "validate_case", lambda *_, **__: pytest.fail("something ran"))
     try:
         status = main(["gate", *SMALL, *arguments])
     except SystemExit as error:

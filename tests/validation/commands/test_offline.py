@@ -10,7 +10,7 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.own.case import Case
 from pipeproof.own.config import Config
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputFile
 from tests.support.golden import golden
@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("records")
     for name, text in (("one", ONE), ("other", OTHER), ("seeded", ONE.replace("seed=0", "seed=1"))):
         with OutputFile(str(made / name)) as file:
-            write(expected_record(Case.parse(text)), file)
-    seeded = expected_record(Case.parse(ONE.replace("seed=0", "seed=1")))
+            write(record_expected(Case.parse(text)), file)
+    seeded = record_expected(Case.parse(ONE.replace("seed=0", "seed=1")))
     with OutputFile(str(made / "elsewhere")) as file:
         write(replace(seeded, config={**seeded.config, "torch": "1.0"}), file)
     (made / "config.json").write_bytes(Config({"pp": 2, "tp": 2}).text())
@@ -48,21 +48,21 @@ def test_record_writes_what_is_expected(typed: Typed) -> None:
 
 def test_records_of_two_schedules_agree(typed: Typed) -> None:
     typed(["compare", "one", "other", "--json", "verdict.json"], lines="^PASS")
-    assert documented(Path("verdict.json").read_text())["verdicts"][0]["verdict"] == "pass"
+    assert documented(Path("verdict.json").read_text())["verdicts"][0]["outcome"] == "pass"
 
 
 def test_folders_of_runs_are_compared(typed: Typed) -> None:
     Loop().train(Path("runs/good"), range(4))
-    Loop([3, 2, 1, 0], faster, 2).train(Path("runs/seen"), range(4))
+    Loop([3, 2, 1, 0], faster, 2).train(Path("runs/observed"), range(4))
     Loop([2, 0, 3, 1]).train(Path("runs/third"), range(3))
-    compare = ["compare", "runs/good", "runs/seen"]
+    compare = ["compare", "runs/good", "runs/observed"]
     assert main(compare) == 3
     assert main([*compare, "--also", "runs/third", "--until", "1"]) == 0
     typed.said()
     out = typed(
         [*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"],
         1,
-        lines="^FAIL|^  (first seen|again) ",
+        lines="^FAIL|^  (mismatch|again) ",
     )
     assert documented(Path("run.json").read_text())["verdicts"][0]["mismatches"][0]["step"] == 2
     assert out.splitlines()[0].removeprefix("FAIL the ").partition(",")[0] in Path("run.html").read_text()
@@ -102,13 +102,13 @@ def test_diff_says_which_field_asks_for_another_answer(typed: Typed) -> None:
 
 
 def test_a_wrong_number_ends_with_1(typed: Typed) -> None:
-    record = expected_record(Case.parse(ONE))
+    record = record_expected(Case.parse(ONE))
     doubled = {name: None if g is None else 2 * g for name, g in record.operations[0].gradients.items()}
     vars(record.operations[0])["gradients"] = doubled
     with OutputFile("wrong") as file:
         write(record, file)
     for verb in ("compare", "diff"):
-        typed([verb, "one", "wrong"], 1, lines="^(FAIL|DIFFERENT)|^  (first seen|why|try|one|other) ")
+        typed([verb, "one", "wrong"], 1, lines="^(FAIL|DIFFERENT)|^  (mismatch|why|try|one|other) ")
 
 
 @pytest.mark.parametrize(
@@ -142,23 +142,23 @@ def test_bad_input_is_refused_and_nothing_is_written(
 
 @pytest.mark.pipeproof_ranks
 def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", ONE, "--record", "seen"]) == 0
+    assert main(["replay", ONE, "--record", "observed"]) == 0
     assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1
     capsys.readouterr()
-    assert main(["diff", "seen", "seen"]) == 0
-    assert main(["diff", "seen", "faulty", "--json", "diff.json", "--html", "diff.html"]) == 1
+    assert main(["diff", "observed", "observed"]) == 0
+    assert main(["diff", "observed", "faulty", "--json", "diff.json", "--html", "diff.html"]) == 1
     out, _ = capsys.readouterr()
     assert re.findall(r"(?m)^[A-Z]+ ", out) == ["SAME ", "DIFFERENT "]
     numbers, _, why = out.rpartition("  why ")
     assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", numbers, re.IGNORECASE)
-    golden(numbers, lines="^  (first seen|again) ", numbers=False)
+    golden(numbers, lines="^  (mismatch|again) ", numbers=False)
     golden(why, numbers=False)
     golden(PageText(Path("diff.html").read_text()).lines, lines="^(specimen|wrong by)")
     told = documented(Path("diff.json").read_text())
     assert told["verdicts"][0]["sides"] == ["other", "one"]
     assert (told["status"], told["difference"]["reason"]) == (1, "fault")
-    assert main(["compare", "one", "seen"]) == 0
-    assert main(["compare", "seen", "faulty"]) == 2, "neither is known to be right"
+    assert main(["compare", "one", "observed"]) == 0
+    assert main(["compare", "observed", "faulty"]) == 2, "neither is known to be right"
     out, err = capsys.readouterr()
     golden(err)
     golden(out, lines="^PASS")

@@ -41,10 +41,11 @@ def test_primitives_are_validated_one_by_one(tmp_path: Path, typed: Typed) -> No
     assert [line.split()[0] for line in lines[1:-1]] == ["ddp=2", "pp=2", "pp=2"]
     golden(lines[-1])
     data = documented(file.read_text())
-    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 3
+    assert [verdict["outcome"] for verdict in data["verdicts"]] == ["pass"] * 3
     assert {law["name"] for law in data["verdicts"][0]["laws"] if law["checked"]} >= {"replicas", "grad-norm", "loss"}
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
 def test_a_verdict_says_how_to_run_it_again(typed: Typed) -> None:
@@ -54,6 +55,7 @@ def test_a_verdict_says_how_to_run_it_again(typed: Typed) -> None:
     assert main(shlex.split(line)[2:]) == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
 def test_many_ranks_are_said_before_they_start(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +90,7 @@ def test_what_cannot_be_asked_is_a_sentence(line: str, typed: Typed) -> None:
     typed.refused(["validate", *shlex.split(line)])
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
 def test_a_config_is_run_as_a_stack(tmp_path: Path, typed: Typed) -> None:

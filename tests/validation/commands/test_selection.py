@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.selection import Selection, Shape, selected
+from pipeproof.commands.selection import Selection, Shape, select_names
 from pipeproof.own.case import CaseError
 from pipeproof.pipeline.partition import even
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -15,7 +15,7 @@ def select(text: str, *, ranks: int = 4, microbatches: int = 8, layers: int = 8)
     def fits(stages: int) -> object:
         return even(layers, stages)
 
-    return selected(text, Shape(ranks, microbatches), fits=fits)
+    return select_names(text, Shape(ranks, microbatches), fits=fits)
 
 
 def test_all_is_every_family() -> None:

@@ -35,7 +35,7 @@ def test_what_is_right_is_so_on_simulated_ranks(name: str, typed: Typed) -> None
 
 
 def test_a_replay_line_is_exact(typed: Typed) -> None:
-    seen = []
+    observed = []
     line = ["replay", LOST, *SIMULATED, "--transport", "buffered", "--interleaving", "7"]
     for _ in range(2):
         assert main(line) == 3
@@ -43,10 +43,10 @@ def test_a_replay_line_is_exact(typed: Typed) -> None:
         found = re.search(r"replay +pipeproof (.*)", out)
         assert found is not None, out
         line = shlex.split(found[1])
-        seen.append(re.sub(r"\d+\.\d s", "", out))
+        observed.append(re.sub(r"\d+\.\d s", "", out))
     assert line[2:] == ["--world", "simulated", "--transport", "buffered", "--interleaving", "7"]
-    assert seen[0] == seen[1]
-    golden(seen[0], lines="^HANG")
+    assert observed[0] == observed[1]
+    golden(observed[0], lines="^HANG")
 
 
 SMALLEST = "gpipe r2 s2 m1 split=1,1 model=mlp plan=train"

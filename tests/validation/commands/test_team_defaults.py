@@ -115,6 +115,6 @@ def test_two_results_in_one_file_are_refused(other: str, capsys: pytest.CaptureF
 
 
 def test_a_page_may_say_what_no_encoding_has() -> None:
-    with Outputs(html="x.html").opened("validate") as files:
+    with Outputs(html="x.html").open("validate") as files:
         assert files.finish(1, page=lambda: "a file named \udcff") == 1
     golden(Path("x.html").read_text())

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.core.comparison import Comparison, Due
+from pipeproof import watch
+from pipeproof.core.comparison import Comparison, ExpectedOperation
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import Observed
@@ -22,13 +23,12 @@ from pipeproof.own.case import Case
 from pipeproof.own.judgement import judge
 from pipeproof.own.observe import observe
 from pipeproof.pipeline import PipelineSchedule
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import compare
-from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -75,7 +75,7 @@ def test_a_number_that_one_rank_reports_is_compared_also_where_it_is_none(
     verdict = judge(CASE, on_rank(observed, rank, **{field: value}))
     assert [law.name for law in verdict.laws if law.outcome == "fail"] == [law]
     (mismatch,) = verdict.mismatches
-    assert (mismatch.rank, mismatch.seen) == (rank, f"{value:.9g}")
+    assert (mismatch.rank, mismatch.observed_text) == (rank, f"{value:.9g}")
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
@@ -85,11 +85,11 @@ def test_one_element_that_is_no_number_fails(observed: Observed, field: str, val
     site = min(tensors)
     tensors[site] = tensors[site].clone()
     tensors[site].view(-1)[0] = value
-    assert judge(CASE, on_rank(observed, 0, **{field: tensors})).verdict == "fail"
+    assert judge(CASE, on_rank(observed, 0, **{field: tensors})).outcome == "fail"
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(world: World, value: float) -> None:
+def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(whitebox_here: WhiteBox, value: float) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         (sum((mse(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
         return model, value
@@ -98,8 +98,8 @@ def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(world: Wor
         torch.manual_seed(0)
         return nn.Linear(2, 2)
 
-    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=mse)
-    assert (verdict.verdict, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
+    verdict = whitebox_here.validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=mse)
+    assert (verdict.outcome, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
 
 
 class Rooted(nn.Module):
@@ -120,13 +120,13 @@ def rooted() -> nn.Module:
     return Rooted()
 
 
-def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_that_is_said(world: World) -> None:
+def test_a_gradient_without_a_number_in_the_reference_is_not_compared_and_that_is_said(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         losses = [mse(model(x), target) for x, target in microbatches]
         (torch.stack(losses).sum() / 2).backward()
         return model, [loss.item() for loss in losses]
 
-    verdicts = [WhiteBox(world).validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=mse)]
+    verdicts = [whitebox_here.validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=mse)]
     for against in (record_step(rooted(), DATA, loss_fn=mse), SingleDevice(rooted, mse)):
         model = rooted()
         with check_step(model, DATA, against=against) as check:
@@ -136,7 +136,7 @@ def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_tha
         verdicts.append(check.verdict)
     for verdict in verdicts:
         law = verdict.law("gradient")
-        assert (verdict.verdict, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
+        assert (verdict.outcome, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
         assert "1 not compared" in str(law)
         assert law.reasons == (Reason.NOT_FINITE,)
 
@@ -154,7 +154,7 @@ class Emptied(nn.Module):
         return found + self.empty.sum()
 
 
-def test_a_gradient_without_elements_hides_nothing(world: World) -> None:
+def test_a_gradient_without_elements_hides_nothing(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         (sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
         return model
@@ -163,23 +163,19 @@ def test_a_gradient_without_elements_hides_nothing(world: World) -> None:
         torch.manual_seed(0)
         return Emptied()
 
-    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
     assert verdict.law("gradient").outcome == "pass", str(verdict)
 
 
-RECORD = expected_record(CASE)
-
-
-def with_fields(record: Record, **fields: Any) -> Record:
-    return replace(record, operations=(replace(record.operations[0], **fields),))
+RECORD = record_expected(CASE)
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize(("field", "law"), [("norm", "grad-norm"), ("loss", "loss")])
 def test_a_record_that_expects_no_number_proves_nothing(field: str, law: str, value: float) -> None:
-    same = with_fields(RECORD, **{field: value})
+    same = replace(RECORD, operations=(replace(RECORD.operations[0], **{field: value}),))
     verdict = compare(same, same)
-    assert (verdict.verdict, verdict.law(law).outcome) == ("unknown", "unknown")
+    assert (verdict.outcome, verdict.law(law).outcome) == ("unknown", "unknown")
     golden(verdict.law(law).note)
     assert compare(RECORD, same).law(law).outcome == "fail"
 
@@ -194,10 +190,11 @@ def test_a_mask_of_infinities_hides_nothing_and_is_no_difference() -> None:
 
 @pytest.mark.parametrize(("before", "outcome"), [(math.nan, "unknown"), (-math.inf, "pass")])
 def test_an_update_to_no_number_is_no_fault_of_an_optimizer(before: float, outcome: str) -> None:
-    was, seen = torch.tensor([before, 1.0]), torch.tensor([before, 2.0])
+    was, observed = torch.tensor([before, 1.0]), torch.tensor([before, 2.0])
     book = Ledger(["updated-parameters"])
-    due = Due("train", (), (), before={"w": was}, gradients={"w": torch.ones(2)}, parameters={"w": seen.clone()})
-    Comparison(due, Unmeasured(FP32), book).parameter("w", seen if before < 0 else -seen)
+    tensors = {"before": {"w": was}, "gradients": {"w": torch.ones(2)}, "parameters": {"w": observed.clone()}}
+    expected = ExpectedOperation("train", (), (), **tensors)
+    Comparison(expected, Unmeasured(FP32), book).parameter("w", observed if before < 0 else -observed)
     assert [law.outcome for law in book.laws()] == [outcome]
     assert not book.mismatches
 
@@ -213,7 +210,7 @@ def test_equal_mismatches_are_equal_also_where_they_are_about_no_number() -> Non
 def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
     book = Ledger(["gradient"])
     book.hold(Heading("gradient", frozenset(), Mismatch("gradient", 1, parameter="a")), True, "", "")
-    assert book.entered("gradient", 0) == {"a"}
+    assert book.compared_names("gradient", 0) == {"a"}
     book.leave_out("gradient", [f"p{k}" for k in range(14)], "not compared")
     (law,) = book.laws()
     assert (law.outcome, len(law.left_out)) == ("unknown", 14)
@@ -233,7 +230,7 @@ def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
         check.gradients({"weight": plain.weight.grad})
         check.report(losses=losses)
     law = check.verdict.law("gradient")
-    assert (check.verdict.verdict, law.checked, law.left_out) == ("unknown", 1, ("bias",))
+    assert (check.verdict.outcome, law.checked, law.left_out) == ("unknown", 1, ("bias",))
 
 
 @pytest.mark.parametrize(("order", "outcome"), [([0, 1], "pass"), ([1, 0], "fail"), ([0, 0], "fail")])
@@ -268,7 +265,7 @@ def test_a_total_is_that_of_the_losses_that_were_reported(
     reported: list[float] | None, total: float, wrong: tuple[int | None, ...]
 ) -> None:
     ledger = Ledger(["loss"])
-    at = Comparison(Due("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
     if reported is not None:
         at.losses(reported)
     at.loss(total)
@@ -277,11 +274,11 @@ def test_a_total_is_that_of_the_losses_that_were_reported(
 
 def test_a_total_beside_the_losses_of_a_share_is_that_of_all() -> None:
     ledger = Ledger(["loss"])
-    at = Comparison(Due("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
     at.losses([2.0], share=[1])
     at.loss(1.5)
     at.loss(2.0)
-    assert [one.found for one in ledger.mismatches] == [2.0]
+    assert [one.observed for one in ledger.mismatches] == [2.0]
 
 
 def test_floors_that_are_no_number_excuse_nothing() -> None:
@@ -305,25 +302,22 @@ def now_and_then(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
     return by_forward(stage, microbatch, x) if microbatch % 2 else called(stage, microbatch, x)
 
 
+def on_one_rank(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
+    return (by_forward if dist.get_rank() else called)(stage, microbatch, x)
+
+
 @pytest.mark.parametrize("call", [by_forward, by_parts])
 def test_a_watched_stage_without_calls_decides_nothing(whitebox: WhiteBox, call: Call) -> None:
     verdict = passes(judged(whitebox, partial(step, call=call), plain))
     for law in ("microbatches", "boundaries"):
-        assert verdict.law(law).outcome == "not seen"
+        assert verdict.law(law).outcome == "not observed"
         golden(verdict.law(law).note)
 
 
-def test_calls_of_one_rank_alone_are_judged_alone(whitebox: WhiteBox) -> None:
-    def call(stage: nn.Module, m: int, x: Tensor) -> Tensor:
-        return (by_forward if dist.get_rank() else called)(stage, m, x)
-
-    verdict = passes(judged(whitebox, partial(step, call=call), plain))
-    golden(verdict.law("boundaries").note)
-
-
-def test_calls_of_some_microbatches_decide_nothing(whitebox: WhiteBox) -> None:
-    verdict = passes(judged(whitebox, partial(step, call=now_and_then), plain))
-    golden(verdict.law("microbatches").note)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("call", "law"), [(on_one_rank, "boundaries"), (now_and_then, "microbatches")])
+def test_calls_of_one_rank_or_of_some_microbatches_decide_nothing(whitebox: WhiteBox, call: Call, law: str) -> None:
+    golden(passes(judged(whitebox, partial(step, call=call), plain)).law(law).note)
 
 
 @pytest.mark.parametrize("call", [by_forward, now_and_then, called])
@@ -350,6 +344,7 @@ def test_a_frozen_stage_owes_no_backward(whitebox: WhiteBox, one: Callable[..., 
     passes(judged(whitebox, one, partial(plain, frozen=frozen)))
 
 
+@pytest.mark.sweep
 def test_faults_behind_a_frozen_stage_are_named(whitebox: WhiteBox) -> None:
     def dropped(stage: nn.Module, m: int, x: Tensor) -> Tensor:
         result = called(stage, m, x)
@@ -378,6 +373,7 @@ def with_metric(model: nn.Sequential, microbatches: list[Any], *, first: bool = 
     return stage, losses
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("one", [in_evaluation_mode, with_metric, partial(with_metric, first=True)])
 def test_a_mode_or_a_call_that_changes_nothing_is_no_fault(whitebox: WhiteBox, one: Callable[..., Any]) -> None:
     passes(judged(whitebox, one, plain))
@@ -395,6 +391,7 @@ def test_a_mode_that_changes_what_is_computed_is_named(whitebox: WhiteBox) -> No
     assert named(found)[0][0] == "mode"
 
 
+@pytest.mark.sweep
 def test_a_mode_that_changes_nothing_is_not_blamed_for_another_fault(whitebox: WhiteBox) -> None:
     both = partial(in_evaluation_mode, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
     assert named(judged(whitebox, both, plain)) == [("scale", 0, 0, (1,))]

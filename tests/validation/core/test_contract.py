@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof import Contract, ContractError
+from pipeproof import Contract, StepResult, watch
 from pipeproof.core.verdict import Verdict
+from pipeproof.errors import ContractError
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.pipeline_here import DATA, Job, checked, layers
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -120,7 +121,7 @@ class Step:
     clips: float | None = None
     handed: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, model: nn.Module, microbatches: list[Any]) -> HandedBack:
+    def __call__(self, model: nn.Module, microbatches: list[Any]) -> StepResult:
         stage, optimizer, losses = watch(model), sgd(model), []
         for x, target in microbatches:
             losses.append(loss_fn(stage(x), target))
@@ -132,7 +133,7 @@ class Step:
         if self.clips is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clips)
         optimizer.step()
-        return HandedBack(model, losses, gradients=gradients, **self.handed)
+        return StepResult(model, losses, gradients=gradients, **self.handed)
 
 
 def judged(whitebox: WhiteBox, step: Step, **said: Any) -> Verdict:
@@ -155,10 +156,10 @@ RIGHT: dict[str, tuple[Step, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("word", RIGHT)
-def test_a_step_that_does_what_it_claims_passes(whitebox: WhiteBox, word: str) -> None:
+def test_a_step_that_does_what_it_claims_passes(whitebox_here: WhiteBox, word: str) -> None:
     step, said = RIGHT[word]
-    verdict = judged(whitebox, step, **said)
-    assert verdict.verdict == "pass", verdict
+    verdict = judged(whitebox_here, step, **said)
+    assert verdict.outcome == "pass", verdict
     assert verdict.law("gradient").exact == 8, "bit for bit"
 
 
@@ -172,14 +173,15 @@ WRONG: dict[str, tuple[Step, dict[str, Any], str, str]] = {  # the law that is b
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_step_that_does_not_fails(whitebox: WhiteBox, name: str) -> None:
+def test_a_step_that_does_not_fails(whitebox_here: WhiteBox, name: str) -> None:
     step, said, law, kind = WRONG[name]
-    verdict = judged(whitebox, step, **said)
-    assert verdict.verdict == "fail", verdict
+    verdict = judged(whitebox_here, step, **said)
+    assert verdict.outcome == "fail", verdict
     assert verdict.law(law).outcome == "fail", verdict
-    assert [cause.kind for cause in verdict.cause] == [kind], verdict
+    assert [cause.kind for cause in verdict.causes] == [kind], verdict
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("said", "handed"),
     [
@@ -192,7 +194,7 @@ def test_what_is_handed_back_may_not_contradict_the_contract(
     whitebox: WhiteBox, said: dict[str, Any], handed: dict[str, Any]
 ) -> None:
     verdict, (word,) = judged(whitebox, Step(times=0.25, handed=handed), **said), said
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert f"handed back {word}=" in verdict.headline
     assert f"declare {word}=" in verdict.headline
 
@@ -219,8 +221,8 @@ def test_a_composed_check_reads_the_loss_scale(
     """``by``: what gradients are divided by at last; None: they are not."""
     job = Job(layers(torch.tanh, torch.tanh), DATA[:2], times=times if by is None else times / 2, late=by)
     verdict = checked(job, contract=Contract(**said))
-    assert verdict.verdict == ("unknown" if kinds is None else "fail" if kinds else "pass"), verdict
-    assert [cause.kind for cause in verdict.cause] == (kinds or []), verdict
+    assert verdict.outcome == ("unknown" if kinds is None else "fail" if kinds else "pass"), verdict
+    assert [cause.kind for cause in verdict.causes] == (kinds or []), verdict
     assert verdict.law("boundaries").note == note
 
 
@@ -246,27 +248,27 @@ def test_first_calls_that_are_no_microbatchs_have_to_be_said_in_a_composed_check
     first: int, warmup: int, kinds: list[str]
 ) -> None:
     verdict = checked(Warm(layers(torch.tanh, torch.tanh), first=first), contract=Contract(warmup=warmup))
-    assert (verdict.verdict == "pass") == (not kinds), verdict
-    assert [cause.kind for cause in verdict.cause] == kinds, verdict
+    assert (verdict.outcome == "pass") == (not kinds), verdict
+    assert [cause.kind for cause in verdict.causes] == kinds, verdict
 
 
-def warmed(model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def warmed(model: nn.Module, microbatches: list[Any]) -> StepResult:
     """A step whose model is called once before it."""
     stage = watch(model)
     loss_fn(stage(microbatches[0][0]), microbatches[0][1]).backward()
     model.zero_grad()
     losses = [loss_fn(stage(x), target) for x, target in microbatches]
     (sum(losses) / len(losses)).backward()
-    return HandedBack(model, losses)
+    return StepResult(model, losses)
 
 
 @pytest.mark.parametrize(
     ("warmup", "note"), [(1, ""), (0, "1 call of stage 0 beside those"), (2, "and every result is right: first rank 0")]
 )
-def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, warmup: int, note: str) -> None:
+def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox_here: WhiteBox, warmup: int, note: str) -> None:
     given = {"reference": blocks, "microbatches": pairs(4), "ranks": 1, "loss_fn": loss_fn}
-    verdict = whitebox.validate(warmed, contract=Contract(warmup=warmup), **given)
-    assert verdict.verdict == "pass", verdict
+    verdict = whitebox_here.validate(warmed, contract=Contract(warmup=warmup), **given)
+    assert verdict.outcome == "pass", verdict
     assert note in (law := verdict.law("microbatches")).note
     assert bool(law.note) == bool(note)
 
@@ -282,7 +284,7 @@ def test_beside_a_whole_reference_they_are_told_as_a_remark(whitebox: WhiteBox, 
 )
 def test_a_composed_check_says_which_words_it_does_not_read(said: dict[str, Any], sentence: str) -> None:
     verdict = checked(Job(layers(torch.tanh)), contract=Contract(**said))
-    assert (verdict.verdict, sentence in verdict.details) == ("unknown", True), verdict
+    assert (verdict.outcome, sentence in verdict.details) == ("unknown", True), verdict
 
 
 def test_words_may_be_said_beside_the_contract() -> None:

@@ -10,7 +10,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import Routed
 from pipeproof.core.observe.routes import Route
-from pipeproof.core.routes import LAW, RouteJudge, explained
+from pipeproof.core.routes import LAW, RouteJudge, explain_choices
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import LawResult
 from pipeproof.reference.choices import Choice
@@ -23,27 +23,29 @@ TWO = "2 of 4 tokens changed their expert"
 FLOOR = Floor(0.0, 1e-4, 1.0)  # so large a rounding explains what is not excused
 
 
-def judged(*seen: list[list[int]], floor: Floor = FLOOR, due: Choice | None = None) -> tuple[Ledger, LawResult]:
+def judged(
+    *observed: list[list[int]], floor: Floor = FLOOR, expected: Choice | None = None
+) -> tuple[Ledger, LawResult]:
     """What is entered where each rank chose such experts for its four tokens."""
-    return entered([due or Choice(SCORES, OWN, OWN)], *([one] for one in seen), floor=floor)
+    return entered([expected or Choice(SCORES, OWN, OWN)], *([one] for one in observed), floor=floor)
 
 
-def entered(choices: list[Choice], *seen: list[list[list[int]]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
+def entered(choices: list[Choice], *ours: list[list[list[int]]], floor: Floor = FLOOR) -> tuple[Ledger, LawResult]:
     """What is entered where a router has such ``choices``, and ranks made them so."""
     ledger = Ledger([LAW])
-    due = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": choices})]))
-    due.floors = SimpleNamespace(scores=lambda microbatch, router, number: floor)
+    expected = SimpleNamespace(expected=SimpleNamespace(contributions=[SimpleNamespace(choices={"gate": choices})]))
+    expected.floors = SimpleNamespace(scores=lambda microbatch, router, number: floor)
     ranks = [
-        (SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32) for one in every]}),) for every in seen
+        (SimpleNamespace(routes={AT: [Route(torch.tensor(one), torch.float32) for one in every]}),) for every in ours
     ]
-    answer: Any = due
+    answer: Any = expected
     observed: Any = SimpleNamespace(ranks=ranks)
     RouteJudge(ledger, 0, frozenset(), answer).judge(observed)
     return ledger, ledger.laws()[0]
 
 
 @pytest.mark.parametrize(
-    ("seen", "outcome", "told"),
+    ("observed", "outcome", "told"),
     [
         ([[0], [0], [0], [0]], "pass", "none of 4 tokens changed its expert"),
         ([[0], [0], [0], [1]], "pass", "1 of 4 tokens changed its expert, by rounding"),
@@ -56,13 +58,13 @@ def entered(choices: list[Choice], *seen: list[list[list[int]]], floor: Floor = 
         ([[1], [1], [0], [0]], "fail", "2 of 4 tokens changed their expert: 1 by rounding, 1 by more than rounding"),
     ],
 )
-def test_tokens_are_told_apart_by_what_rounding_does(seen: list[list[int]], outcome: str, told: str) -> None:
-    _, law = judged(seen)
-    assert (law.outcome, law.note, law.exact) == (outcome, told, int(seen == OWN.tolist()))
+def test_tokens_are_told_apart_by_what_rounding_does(observed: list[list[int]], outcome: str, told: str) -> None:
+    _, law = judged(observed)
+    assert (law.outcome, law.note, law.exact) == (outcome, told, int(observed == OWN.tolist()))
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("observed", "told"),
     [
         ([[0], [0], [0], [0]], True),
         ([[0], [1], [0], [1]], True),
@@ -71,32 +73,32 @@ def test_tokens_are_told_apart_by_what_rounding_does(seen: list[list[int]], outc
         ([[1], [1], [1], [1]], False),  # one is enough
     ],
 )
-def test_rounding_explains_a_choice_where_no_token_is_off_by_more(seen: list[list[int]], told: bool) -> None:
-    route = Route(torch.tensor(seen), torch.float32)
-    assert explained(route, Choice(SCORES, OWN, OWN), lambda: FLOOR) is told
+def test_rounding_explains_a_choice_where_no_token_is_off_by_more(observed: list[list[int]], told: bool) -> None:
+    route = Route(torch.tensor(observed), torch.float32)
+    assert explain_choices(route, Choice(SCORES, OWN, OWN), lambda: FLOOR) is told
 
 
 def test_the_token_that_is_furthest_off_is_named() -> None:
     (found,) = judged([[1], [1], [0], [0]])[0].mismatches
     assert (found.router, found.microbatch) == ("gate", 0)
-    golden(f"{found.seen}, expected {found.expected}")
+    golden(f"{found.observed_text}, expected {found.expected_text}")
     assert (found.error, found.limit) == (0.25, FP32.most)
     (found,) = judged([[1], [1], [1], [0]])[0].mismatches
-    golden(found.seen)
+    golden(found.observed_text)
 
 
 def test_tokens_are_counted_by_what_gives_them_their_experts() -> None:
     places = Choice(torch.tensor([[3, 0], [2, 0], [1, 0], [0, 4]]), OWN, OWN)  # in an expert's capacity
     for_values = Choice(SCORES, OWN, OWN, of_values=True)
-    seen = [OWN.tolist(), [[0], [1], [0], [0]], [[0], [0], [0], [1]], OWN.tolist()]
+    observed = [OWN.tolist(), [[0], [1], [0], [0]], [[0], [0], [0], [1]], OWN.tolist()]
     own = Choice(SCORES, OWN, OWN)
-    golden(entered([for_values, own, own, places], seen)[1].note)
+    golden(entered([for_values, own, own, places], observed)[1].note)
 
 
 def test_experts_that_choose_tokens_are_no_tokens() -> None:
-    ledger, law = judged([[1], [1], [0], [0]], due=Choice(SCORES, OWN, OWN, of_tokens=False))
+    ledger, law = judged([[1], [1], [0], [0]], expected=Choice(SCORES, OWN, OWN, of_tokens=False))
     (found,) = ledger.mismatches
-    golden(f"{law.note}\n{found.seen}, expected {found.expected}")
+    golden(f"{law.note}\n{found.observed_text}, expected {found.expected_text}")
 
 
 def test_where_scores_are_rounding_alone_their_size_is_what_counts() -> None:
@@ -108,4 +110,4 @@ def test_where_scores_are_rounding_alone_their_size_is_what_counts() -> None:
 def test_a_rank_that_chooses_otherwise_than_another_is_named() -> None:
     ledger, law = judged(OWN.tolist(), [[0], [0], [0], [1]])
     (found,) = ledger.mismatches
-    assert (law.outcome, found.rank, found.beside, found.seen) == ("fail", 1, 0, "other experts")
+    assert (law.outcome, found.rank, found.beside, found.observed_text) == ("fail", 1, 0, "other experts")

@@ -97,8 +97,8 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
         wide = expected.before[site[1]].double() + update
         before, after = expected.before[site[1]], expected.parameters[site]
         allowed, late = update_floor(floors.gradient(site), before, after), before.double() + 1.01 * update
-        for seen, passes in ((wide, True), (late, False)):
-            size = error(seen.to(before.dtype), after, base=before, rounded=True)
+        for observed, passes in ((wide, True), (late, False)):
+            size = error(observed.to(before.dtype), after, base=before, rounded=True)
             assert (allowed.outcome(size) == "pass") == passes, site
 
 
@@ -275,14 +275,14 @@ def test_what_is_rounded_inside_a_reference_is_no_fault(factor: float, build: ty
     reference = Reference(model, owner={name: 0 for name, _ in model.named_parameters()}, recipe=recipe)
     expected = reference.perform("train", batches, orders={0: range(4)})
     floors = Floors(reference, [Pending(expected, batches, {0: range(4)})])
-    told, right = build is not Dropping, "unknown" if build is Dropping else "pass"
+    told, outcome = build is not Dropping, "unknown" if build is Dropping else "pass"
     for site in expected.gradients:
-        due, wide = expected.gradients[site], (floors._apart_total if told else floors._nudged_total)[site]
-        assert due is not None
+        right, wide = expected.gradients[site], (floors._apart_total if told else floors._nudged_total)[site]
+        assert right is not None
         assert wide is not None
-        other = (wide * factor).to(due.dtype)  # as another kernel, which rounds less, gives it
+        other = (wide * factor).to(right.dtype)  # as another kernel, which rounds less, gives it
         floor = floors.gradient(site)
-        assert floor.compared(other, due)[1] == (right if factor == 1.0 else "fail")
+        assert floor.compare(other, right)[1] == (outcome if factor == 1.0 else "fail")
         assert floor.limit <= (BF16.least if told else FP32.most)
     assert floors.obstacle == ("" if told else f"{_TOLD} gives other losses")
 

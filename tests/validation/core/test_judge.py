@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.judge import LAWS, one_thread, scenarios
 from pipeproof.core.observe.observed import Observed, RankOperation
 from pipeproof.core.observe.recording import Site
@@ -21,7 +22,7 @@ from pipeproof.own.observe import observe
 from pipeproof.own.stages import owners
 from pipeproof.reference.model import DTYPES, Model, build_model
 from pipeproof.reference.step import Recipe, Reference, clip_factor
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
@@ -32,8 +33,8 @@ Change = Callable[[RankOperation], RankOperation]
 
 
 @pytest.fixture(scope="module")
-def observed(world: World) -> Observed:
-    return observe(CASE, world)
+def observed(here: World) -> Observed:
+    return observe(CASE, here)
 
 
 def altered(observed: Observed, change: Change, *, operation: int = 0, rank: int = 0) -> Observed:
@@ -43,11 +44,11 @@ def altered(observed: Observed, change: Change, *, operation: int = 0, rank: int
 
 
 def scaled(factor: float) -> Change:
-    def change(seen: RankOperation) -> RankOperation:
-        assert seen.gradients is not None
-        gradient = seen.gradients[SLOT]
+    def change(observed: RankOperation) -> RankOperation:
+        assert observed.gradients is not None
+        gradient = observed.gradients[SLOT]
         assert gradient is not None
-        return replace(seen, gradients={**seen.gradients, SLOT: gradient * factor})
+        return replace(observed, gradients={**observed.gradients, SLOT: gradient * factor})
 
     return change
 
@@ -60,7 +61,7 @@ def wrong_gradient(case: Case, observed: Observed, factor: float, *, operation: 
         gradients = found.gradients(number)
         norm = reference.norm(gradients)
         parameters = reference.step(gradients, clip_factor(norm, max_norm_of(case, number)))
-    return altered(found, lambda seen: replace(seen, norm=norm, parameters=parameters), operation=operation)
+    return altered(found, lambda ours: replace(ours, norm=norm, parameters=parameters), operation=operation)
 
 
 def failing(verdict: Verdict) -> set[str]:
@@ -69,7 +70,7 @@ def failing(verdict: Verdict) -> set[str]:
 
 def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observed: Observed) -> None:
     verdict = judge(CASE, observed, measure=True)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")
     assert [law.name for law in verdict.laws] == list(LAWS)
     assert {law.name: law.outcome for law in verdict.laws} == {
         name: "not applicable" if name in ("tied-copies", "buffers") else "pass" for name in LAWS
@@ -80,20 +81,20 @@ def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observ
 
 def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
     verdict = judge(CASE, wrong_gradient(CASE, observed, 1 + 2**-22))
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32")
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32")
     assert 1e-7 < verdict.law("gradient").worst < 1e-6
 
 
 def test_more_than_rounding_and_less_than_surely_a_fault_is_unknown(observed: Observed) -> None:
     verdict = judge(CASE, wrong_gradient(CASE, observed, 1.00005))
-    assert (verdict.verdict, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
+    assert (verdict.outcome, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
     assert verdict.mismatches[0].parameter == SLOT[1]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1 / 3])
 def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, factor: float) -> None:
     verdict = judge(CASE, wrong_gradient(CASE, observed, factor))
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert failing(verdict) == {"gradient"}
     assert [(m.law, m.parameter, m.rank, m.stage, m.operation) for m in verdict.mismatches] == [
         ("gradient", SLOT[1], 0, 0, 1)
@@ -137,7 +138,7 @@ def test_the_scenarios_of_a_plan() -> None:
 def test_a_gradient_that_is_none_fails_none_ness(observed: Observed) -> None:
     verdict = judge(CASE, altered(observed, lambda s: replace(s, gradients={**(s.gradients or {}), SLOT: None})))
     assert "presence" in failing(verdict)
-    assert (verdict.mismatches[0].seen, verdict.mismatches[0].expected) == ("None", "a gradient")
+    assert (verdict.mismatches[0].observed_text, verdict.mismatches[0].expected_text) == ("None", "a gradient")
 
 
 def test_a_loss_names_its_microbatch(observed: Observed) -> None:
@@ -149,7 +150,7 @@ def test_a_loss_names_its_microbatch(observed: Observed) -> None:
 def test_missing_losses_fail(observed: Observed) -> None:
     verdict = judge(CASE, altered(observed, lambda s: replace(s, losses=())))
     assert failing(verdict) == {"loss"}
-    assert verdict.mismatches[0].seen == "0 losses"
+    assert verdict.mismatches[0].observed_text == "0 losses"
 
 
 def test_an_evaluation_with_another_loss_fails(observed: Observed) -> None:
@@ -172,55 +173,55 @@ def test_a_module_that_ran_twice_or_in_the_wrong_mode_fails(observed: Observed) 
         assert failing(judge(CASE, wrong)) == laws
 
 
-def test_a_buffer_that_differs_or_is_lost_fails(world: World) -> None:
+def test_a_buffer_that_differs_or_is_lost_fails(here: World) -> None:
     case = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
-    seen = observe(case, world)
-    assert judge(case, seen).law("buffers").exact > 0
+    observed = observe(case, here)
+    assert judge(case, observed).law("buffers").exact > 0
     site = (0, "blocks.1.norm.running_mean")
 
     def nudged(s: RankOperation) -> RankOperation:
         return replace(s, buffers={**(s.buffers or {}), site: (s.buffers or {})[site] * 1.1})
 
-    verdict = judge(case, altered(seen, nudged))
+    verdict = judge(case, altered(observed, nudged))
     assert failing(verdict) == {"buffers"}
     assert verdict.mismatches[0].parameter == site[1]
-    assert failing(judge(case, altered(seen, lambda s: replace(s, buffers={})))) == {"buffers"}
+    assert failing(judge(case, altered(observed, lambda s: replace(s, buffers={})))) == {"buffers"}
 
 
 def test_a_norm_that_one_rank_reports_otherwise_fails(observed: Observed) -> None:
     verdict = judge(CASE, altered(observed, lambda s: replace(s, norm=(s.norm or 0.0) * 1.01)))
     assert failing(verdict) == {"grad-norm"}
-    assert judge(CASE, altered(observed, lambda s: replace(s, norm=None))).verdict == "fail"
+    assert judge(CASE, altered(observed, lambda s: replace(s, norm=None))).outcome == "fail"
 
 
 def test_a_backward_that_ran_twice_fails_even_where_numbers_agree(observed: Observed) -> None:
     verdict = judge(CASE, altered(observed, lambda s: replace(s, executed=(*s.executed, s.executed[-1]))))
     assert failing(verdict) == {"microbatches"}
-    assert (verdict.mismatches[0].what, verdict.mismatches[0].found) == ("backward", (0, 1, 2, 2))
+    assert (verdict.mismatches[0].what, verdict.mismatches[0].observed) == ("backward", (0, 1, 2, 2))
 
 
 def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed) -> None:
     last = len(CASE.plan) - 1
 
-    def moved(seen: RankOperation) -> RankOperation:
-        gradients, parameters = dict(seen.gradients or {}), dict(seen.parameters or {})
+    def moved(ours: RankOperation) -> RankOperation:
+        gradients, parameters = dict(ours.gradients or {}), dict(ours.parameters or {})
         for held in (gradients, parameters):
             held[1, SLOT[1]] = held.pop(SLOT)  # type: ignore[assignment]
-        return replace(seen, gradients=gradients, parameters=parameters)
+        return replace(ours, gradients=gradients, parameters=parameters)
 
     verdict = judge(CASE, altered(observed, moved, operation=last))
     assert "parameters-once" in failing(verdict)
-    assert {(m.stage, m.seen) for m in verdict.mismatches if m.law == "parameters-once"} == {
+    assert {(m.stage, m.observed_text) for m in verdict.mismatches if m.law == "parameters-once"} == {
         (0, "held 0 times"),
         (1, "held 1 times"),
     }
 
 
 def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) -> None:
-    def nudged(seen: RankOperation) -> RankOperation:
-        kept = seen.parameters or {}
+    def nudged(ours: RankOperation) -> RankOperation:
+        kept = ours.parameters or {}
         return replace(
-            seen, parameters={**kept, SLOT: kept[SLOT] * 1.05}
+            ours, parameters={**kept, SLOT: kept[SLOT] * 1.05}
         )  # little beside the parameter, much beside its step
 
     verdict = judge(CASE, altered(observed, nudged))
@@ -251,7 +252,7 @@ def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch:
 
 
 def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero gradients on both sides: everything is equal, and nothing was seen."""
+    """Zero gradients on both sides: everything is equal, and nothing was observed."""
 
     def kill(model: Model) -> None:
         loss = model.mean_loss
@@ -259,39 +260,39 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
 
     changed_model(monkeypatch, kill)
 
-    def dead(seen: RankOperation) -> RankOperation:
+    def dead(ours: RankOperation) -> RankOperation:
         grads: dict[tuple[int, str], Tensor | None] = {
-            site: None if g is None else torch.zeros_like(g) for site, g in (seen.gradients or {}).items()
+            site: None if g is None else torch.zeros_like(g) for site, g in (ours.gradients or {}).items()
         }
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
         parameters = {site: start[site[1]].detach() for site in grads}
-        return replace(seen, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
+        return replace(ours, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
 
     changed = altered(observed, dead)
     verdict = judge(replace(CASE, plan=("train",)), replace(changed, ranks=(changed.ranks[0][:1],)))
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert verdict.law("gradient").reasons == (Reason.NOTHING,)
     golden("\n".join(verdict.law(name).note for name in ("gradient", "updated-parameters")))
 
 
 @pytest.mark.parametrize(("dtype", "doubtful"), [("bf16", 1.04), ("fp64", 1 + 3e-13)])
-def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str, doubtful: float) -> None:
+def test_other_dtypes_are_judged_bit_for_bit_too(here: World, dtype: str, doubtful: float) -> None:
     case = replace(CASE, dtype=dtype, plan=("train",))
-    seen = observe(case, world)
-    gradient = seen.gradients(0)[SLOT]
+    observed = observe(case, here)
+    gradient = observed.gradients(0)[SLOT]
     assert gradient is not None
     assert gradient.dtype is DTYPES[dtype]
-    assert judge(case, seen).tier == "bitwise"
-    assert judge(case, wrong_gradient(case, seen, doubtful)).verdict == "unknown"
-    assert failing(judge(case, wrong_gradient(case, seen, 2.0))) == {"gradient"}
+    assert judge(case, observed).tier == "bitwise"
+    assert judge(case, wrong_gradient(case, observed, doubtful)).outcome == "unknown"
+    assert failing(judge(case, wrong_gradient(case, observed, 2.0))) == {"gradient"}
 
 
-def test_the_tier_below_bitwise_is_named_after_the_dtype(world: World) -> None:
+def test_the_tier_below_bitwise_is_named_after_the_dtype(here: World) -> None:
     case = replace(CASE, dtype="bf16", plan=("train",))
-    seen = observe(case, world)
-    verdict = judge(case, wrong_gradient(case, seen, 1 + 2.0**-7))
-    assert (verdict.verdict, verdict.tier) == ("pass", "bf16")
-    wide = altered(seen, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
+    observed = observe(case, here)
+    verdict = judge(case, wrong_gradient(case, observed, 1 + 2.0**-7))
+    assert (verdict.outcome, verdict.tier) == ("pass", "bf16")
+    wide = altered(observed, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
     assert judge(case, wide).law("gradient").exact == 0  # the same numbers in another dtype are not the same bits
 
 
@@ -304,36 +305,36 @@ def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monke
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     monkeypatch.setattr("pipeproof.own.judgement.Recipe", lambda **given: replace(idle, **given))
 
-    def still(seen: RankOperation) -> RankOperation:
+    def still(ours: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
-        return replace(seen, parameters={site: start[site[1]].detach() for site in seen.parameters or {}})
+        return replace(ours, parameters={site: start[site[1]].detach() for site in ours.parameters or {}})
 
     one = altered(observed, still)
     verdict = judge(replace(CASE, plan=("train",)), replace(one, ranks=(one.ranks[0][:1],)))
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.law("updated-parameters").note)
 
 
-def test_a_frozen_parameter_that_drifts_by_its_last_place_is_a_failure(world: World) -> None:
+def test_a_frozen_parameter_that_drifts_by_its_last_place_is_a_failure(here: World) -> None:
     case = replace(CASE, model="frozen", plan=("train",))
     model = build_model("frozen", layers=case.layers, seed=case.seed)
     frozen = next(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
 
-    def drifted(seen: RankOperation) -> RankOperation:
+    def drifted(observed: RankOperation) -> RankOperation:
         parameters = {
             site: torch.nextafter(value, value + 1) if site[1] == frozen else value
-            for site, value in (seen.parameters or {}).items()
+            for site, value in (observed.parameters or {}).items()
         }
-        return replace(seen, parameters=parameters)
+        return replace(observed, parameters=parameters)
 
-    verdict = judge(case, altered(observe(case, world), drifted))
+    verdict = judge(case, altered(observe(case, here), drifted))
     assert verdict.law("updated-parameters").outcome == "fail"
     assert {m.parameter for m in verdict.mismatches} == {frozen}
 
 
-def test_steps_that_vanish_are_counted(world: World) -> None:
+def test_steps_that_vanish_are_counted(here: World) -> None:
     case = replace(CASE, dtype="bf16", plan=("train",))
-    law = judge(case, observe(case, world)).law("updated-parameters")
+    law = judge(case, observe(case, here)).law("updated-parameters")
     assert law.outcome == "pass"
     golden(law.note)
 
@@ -366,14 +367,14 @@ def summed_wide(model: Any, microbatches: list[Any], *, narrow: str) -> Any:
             one.grad = None
             if name.startswith(narrow):
                 totals[one] = totals[one].bfloat16().float()
-    return HandedBack([stage], [loss.item() for loss in losses], gradients=totals)
+    return StepResult([stage], [loss.item() for loss in losses], gradients=totals)
 
 
 @pytest.mark.parametrize(("narrow", "outcome"), [("none", "pass"), ("0.", "fail"), ("", "pass")])
-def test_sums_in_bf16_beside_sums_in_fp32_fail(whitebox: WhiteBox, narrow: str, outcome: str) -> None:
+def test_sums_in_bf16_beside_sums_in_fp32_fail(whitebox_here: WhiteBox, narrow: str, outcome: str) -> None:
     """Where all are so, they may have been added up in bf16 as they should be, and handed back in fp32."""
     data = [(x.bfloat16(), target) for x, target in pairs(8, rows=8)]
     step = partial(summed_wide, narrow=narrow)
-    verdict = whitebox.validate(step, reference=in_bf16, microbatches=data, ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(step, reference=in_bf16, microbatches=data, ranks=1, loss_fn=loss_fn)
     assert verdict.law("gradient").outcome == outcome, str(verdict)
     assert {one.parameter for one in verdict.mismatches} == ({"0.0.weight"} if outcome == "fail" else set())

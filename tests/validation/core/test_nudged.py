@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.measured import Compared, Measured
 from pipeproof.core.nudged import Nudged, OtherProducts, doubt_rounding
 from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
@@ -19,7 +20,7 @@ from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.products import CONVOLUTION, MATRICES
 from pipeproof.reference.step import Expected
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support import steps
 from tests.support.golden import golden
 from tests.support.in_halves import InHalves, build
@@ -42,7 +43,7 @@ def verdict(*mismatches: Mismatch, **more: object) -> Verdict:
 
 
 def outcome(*mismatches: Mismatch, moved: Nudged | None = MOVED, **more: object) -> str:
-    return doubt_rounding(verdict(*mismatches, **more), lambda number: moved if number == 0 else None).verdict
+    return doubt_rounding(verdict(*mismatches, **more), lambda number: moved if number == 0 else None).outcome
 
 
 def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() -> None:
@@ -64,11 +65,11 @@ def test_what_all_moves_as_far_is_unknown_and_anything_that_does_not_is_wrong() 
 
 def test_what_overflows_or_grows_out_of_zero_explains_nothing() -> None:
     site, zero = (0, "w"), (0, "b")
-    due = Expected("train", (1.0, 0.0), 0.5, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
+    expected = Expected("train", (1.0, 0.0), 0.5, gradients={site: torch.ones(2), zero: torch.zeros(2)}, norm=1.0)
     gradients = [{site: torch.tensor([1.0, far]), zero: torch.ones(2)} for far in (1.1, math.inf)]
     others = [*zip(gradients, ([1.01, 0.1], [math.inf, 0.0]), strict=True)]
     sizes = iter([1.05, math.nan])
-    found = Nudged.measured(due, others, unit=2.0**-8, least=0.0, norm=lambda _: next(sizes))
+    found = Nudged.measure(expected, others, unit=2.0**-8, least=0.0, norm=lambda _: next(sizes))
     assert found.gradients == pytest.approx({"w": 0.1})
     assert (found.leads, found.norm) == (pytest.approx({"w": 0.2, "b": 1.5 * 2.0**-8}), pytest.approx(0.05))
     assert found.loss == pytest.approx(0.01)
@@ -79,7 +80,7 @@ def test_what_follows_later_and_what_is_in_doubt_by_itself_need_not_move() -> No
     assert outcome(wrong(), later) == "unknown"
     compared = Compared("gradient", 1, "unknown", parameter="other"), Compared("gradient", 1, "fail", parameter="w")
     found = doubt_rounding(verdict(wrong(), doubtful, measured=Measured(compared)), lambda _: MOVED)
-    assert (found.verdict, {one.outcome for one in found.measured.compared}) == ("unknown", {"unknown"})
+    assert (found.outcome, {one.outcome for one in found.measured.compared}) == ("unknown", {"unknown"})
     golden(found.laws[0].note)
 
 
@@ -92,7 +93,7 @@ def test_boundaries_are_as_doubtful_as_the_results_that_follow_from_them() -> No
 
 
 def test_a_model_that_does_not_run_once_more_leaves_the_verdict_as_it_is() -> None:
-    assert doubt_rounding(verdict(wrong()), lambda _: Nudged(**{"other": {}})).verdict == "fail"  # type: ignore[arg-type]
+    assert doubt_rounding(verdict(wrong()), lambda _: Nudged(**{"other": {}})).outcome == "fail"  # type: ignore[arg-type]
 
 
 class Halves(nn.Linear):
@@ -141,27 +142,27 @@ def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
             (loss_fn(model(x), y) / len(given)).backward()
         check.gradients()
     found = check.verdict
-    assert (found.verdict, found.cause) == (outcome, ()), str(found)
+    assert (found.outcome, found.causes) == (outcome, ()), str(found)
     assert max(one.error for one in found.measured.of("gradient")) > 0.2
 
 
 def step(
     model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]], change: Callable[[nn.Module], None]
-) -> HandedBack:
+) -> StepResult:
     change(model)
     stage, losses = watch(model), []
     for x, y in microbatches:
         losses.append(loss_fn(stage(x), y))
         (losses[-1] / len(microbatches)).backward()
-    return HandedBack([stage], [loss.item() for loss in losses])
+    return StepResult([stage], [loss.item() for loss in losses])
 
 
 step_in_halves, mixed_step = partial(step, change=in_halves), partial(step, change=mixed)
 
 
-def test_nor_is_it_in_a_step_that_is_watched(whitebox: WhiteBox) -> None:
-    found = whitebox.validate(step_in_halves, reference=narrow, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
-    assert (found.verdict, found.law("gradient").outcome) == ("unknown", "unknown"), str(found)
+def test_nor_is_it_in_a_step_that_is_watched(whitebox_here: WhiteBox) -> None:
+    found = whitebox_here.validate(step_in_halves, reference=narrow, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
+    assert (found.outcome, found.law("gradient").outcome) == ("unknown", "unknown"), str(found)
     golden(found.law("gradient").note)
 
 
@@ -169,12 +170,14 @@ def rounded(bits: int | None) -> Any:
     return nullcontext() if bits is None else Rounded(bits)
 
 
-def checked(*, due: int | None, seen: int | None, hurt: Hurt = lambda _: None, job: steps.Pairs = DATA) -> Verdict:
-    """A step with another kernel, and what is due with products of so many bits."""
+def checked(
+    *, expected: int | None, observed: int | None, hurt: Hurt = lambda _: None, job: steps.Pairs = DATA
+) -> Verdict:
+    """A step with another kernel, and what is expected with products of so many bits."""
     model = build(InHalves)
-    with rounded(due):
+    with rounded(expected):
         record = record_step(build(), DATA, loss_fn=loss_fn)
-    with rounded(seen), check_step(model, DATA, against=record) as check:
+    with rounded(observed), check_step(model, DATA, against=record) as check:
         losses = [loss_fn(model(inputs), target) for inputs, target in job]
         (torch.stack(losses).sum() / 4).backward()
         hurt(model)
@@ -190,42 +193,42 @@ def one_is_scaled(model: nn.Module) -> None:
 
 
 def test_all_that_is_a_little_off_is_unknown_with_its_cure() -> None:
-    verdict = checked(due=None, seen=TF32)
-    assert verdict.verdict == "unknown", str(verdict)
-    told = "the job computes matrix products of fp32 in TF32, and what is due was computed in fp32"
+    verdict = checked(expected=None, observed=TF32)
+    assert verdict.outcome == "unknown", str(verdict)
+    told = "the job computes matrix products of fp32 in TF32, and the reference in fp32"
     assert told in verdict.law("gradient").note
     assert "torch.set_float32_matmul_precision says how" in verdict.law("gradient").note
-    assert checked(due=TF32, seen=None).verdict == "pass", "TF32's own rounding was measured"
+    assert checked(expected=TF32, observed=None).outcome == "pass", "TF32's own rounding was measured"
 
 
 @pytest.mark.parametrize(("bits", "tier"), [(None, "fp32"), (TF32, "TF32"), (7, "bf16")])
 def test_computed_alike_it_is_judged_and_other_kernels_pass(bits: int | None, tier: str) -> None:
-    right = checked(due=bits, seen=bits)
-    assert (right.verdict, right.tier) == ("pass", tier)
-    assert checked(due=bits, seen=bits, hurt=one_is_scaled).verdict == "fail"
+    right = checked(expected=bits, observed=bits)
+    assert (right.outcome, right.tier) == ("pass", tier)
+    assert checked(expected=bits, observed=bits, hurt=one_is_scaled).outcome == "fail"
 
 
 def test_a_microbatch_less_is_no_rounding() -> None:
-    verdict = checked(due=None, seen=TF32, job=DATA[:3])
-    assert verdict.verdict == "fail", str(verdict)
+    verdict = checked(expected=None, observed=TF32, job=DATA[:3])
+    assert verdict.outcome == "fail", str(verdict)
 
 
-def otherwise(model: nn.Module, microbatches: list[Any], share: int = len(DATA)) -> HandedBack:
+def otherwise(model: nn.Module, microbatches: list[Any], share: int = len(DATA)) -> StepResult:
     """On a rank that goes on with other products than it began with."""
     Rounded(TF32).__enter__()  # type: ignore[no-untyped-call]  # in torch
     stage = watch(model)
     losses = [loss_fn(stage(x), y) for x, y in microbatches]
     (torch.stack(losses[:share]).sum() / len(losses)).backward()
-    return HandedBack([stage], [loss.item() for loss in losses])
+    return StepResult([stage], [loss.item() for loss in losses])
 
 
 @pytest.mark.pipeproof_fresh_ranks
 def test_what_ranks_are_told_in_the_step_is_no_fault_of_a_stage(whitebox: WhiteBox) -> None:
     given: dict[str, Any] = {"reference": build, "microbatches": DATA, "loss_fn": loss_fn, "ranks": 1}
     right = whitebox.validate(otherwise, **given)
-    assert right.verdict == "unknown", str(right)
+    assert right.outcome == "unknown", str(right)
     golden(right.law("gradient").note, numbers=False)
-    assert whitebox.validate(partial(otherwise, share=3), **given).verdict == "fail"
+    assert whitebox.validate(partial(otherwise, share=3), **given).outcome == "fail"
 
 
 def test_of_several_ranks_any_may_be_other_and_older_records_say_nothing() -> None:

@@ -33,11 +33,11 @@ def test_the_schema_lists_them() -> None:
 
 def test_what_makes_it_known_is_told_once_for_each_reason() -> None:
     rounding = LawResult("gradient", "unknown", reasons=(Reason.ROUNDING, Reason.HOOKS))
-    unseen = LawResult("loss", "not seen", reasons=(Reason.UNREPORTED,))
+    unseen = LawResult("loss", "not observed", reasons=(Reason.UNREPORTED,))
     laws = rounding, replace(rounding, name="grad-norm", reasons=(Reason.ROUNDING,)), unseen
     verdict = Verdict("c", "unknown", "none", laws)
     cures = [Reason.ROUNDING.cure, Reason.HOOKS.cure]
     assert verdict.next == verdict.as_dict()["next"] == cures
     assert verdict.details.splitlines()[1:3] == [f"  next      {cures[0]}", f"            {cures[1]}"]
     assert all(cure in verdict.to_html() for cure in cures)
-    assert replace(verdict, verdict="fail").next == [*cures, Reason.UNREPORTED.cure], "no cause says what to try"
+    assert replace(verdict, outcome="fail").next == [*cures, Reason.UNREPORTED.cure], "no cause says what to try"

@@ -8,7 +8,7 @@ from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine
 from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.reason import Reason
-from pipeproof.core.text import brief, cause_sentence
+from pipeproof.core.text import CAUSES, brief, cause_sentence, details
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport, of_failure
 from tests.support.golden import golden
@@ -17,7 +17,7 @@ LAWS = (
     LawResult("loss", "pass", 8, 8),
     LawResult("gradient", "fail", 8, 4, 4, worst=0.5, floor=1e-7),
     LawResult("boundaries", "unknown", 4, 4, note="one tensor was not compared", reasons=(Reason.HIDDEN,)),
-    LawResult("grad-norm", "not seen", note="no rank reports a norm"),
+    LawResult("grad-norm", "not observed", note="no rank reports a norm"),
 )
 LINES = tuple(OwnLine("0B1", Line(f"step_{k}.py", 47 + k, "backward", "y.backward(received)")) for k in range(3))
 DROPPED = Cause("dropped", rank=0, stage=0, microbatches=(2,), detail="its output gradient came", lines=LINES)
@@ -29,7 +29,7 @@ LONG = " ".join(f"word{k}" for k in range(60))
 CROWDED = replace(
     FAILED,
     mismatches=(replace(FIRST, parameter=LONG),) * 9,
-    cause=(replace(DROPPED, detail=LONG, parameter=LONG), *(Cause("zero", stage=k) for k in range(9))),
+    causes=(replace(DROPPED, detail=LONG, parameter=LONG), *(Cause("zero", stage=k) for k in range(9))),
     alternatives=((Cause("scale", stage=1, factor=2.0),),),
     cells=Cells(tuple((Cell(float(k)),) * 30 for k in range(12))),
     stopped=LONG,
@@ -43,14 +43,14 @@ CRASH = [
 BLANK = Verdict("my_step on 2 ranks", "unknown", "none", (), rerun="pytest t.py")
 VERDICTS = {
     "a fault": FAILED,
-    "a fault without a cause": replace(FAILED, cause=(), cells=None, undecided=("stage 1: nothing fits",)),
-    "two causes": replace(FAILED, cause=(DROPPED, Cause("scale", stage=1, factor=0.25))),
+    "a fault without a cause": replace(FAILED, causes=(), cells=None, undecided=("stage 1: nothing fits",)),
+    "two causes": replace(FAILED, causes=(DROPPED, Cause("scale", stage=1, factor=0.25))),
     "another explanation": replace(FAILED, alternatives=((Cause("scale", stage=1),),)),
     "a pass": Verdict("my_step", "pass", "bitwise", (LAWS[0], LAWS[3])),
-    "unknown": replace(FAILED, verdict="unknown", laws=(LAWS[0], LAWS[2]), mismatches=(), cause=(), cells=None),
+    "unknown": replace(FAILED, outcome="unknown", laws=(LAWS[0], LAWS[2]), mismatches=(), causes=(), cells=None),
     "a hang": of_failure(BLANK, RankFailed(HANG)),
     "a crash": of_failure(BLANK, RankFailed(CRASH)),
-    "two runs": replace(FAILED, cause=(), cells=None, sides=("A", "B")),
+    "two runs": replace(FAILED, causes=(), cells=None, sides=("A", "B")),
     "crowded": CROWDED,
     "two crowded runs": replace(CROWDED, sides=("A", "B")),
 }
@@ -85,6 +85,12 @@ def test_the_command_is_never_cut() -> None:
 )
 def test_a_sentence_begins_with_the_place(cause: Cause, place: str) -> None:
     assert cause_sentence(cause) == f"{place}: {KINDS[cause.kind]}"
+
+
+def test_details_have_every_law_and_say_how_many_causes_are_left_out() -> None:
+    causes = tuple(Cause("zero", stage=k) for k in range(CAUSES + 1))
+    for count in (CAUSES, CAUSES + 1):
+        golden(details(replace(FAILED, causes=causes[:count])))
 
 
 def test_a_summary_begins_with_the_users_line() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.limits import FP32, PRECISIONS
+from pipeproof.core.limits import BF16, FP32, PRECISIONS
 from pipeproof.core.tolerance import (
     Floor,
     error,
@@ -24,6 +24,12 @@ from pipeproof.core.tolerance import (
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.steps import blocks, loss_fn, pairs
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def test_error_is_the_larger_of_both_norms_ratios() -> None:
@@ -59,6 +65,14 @@ def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor
     assert Floor(0.0, 0.0, 1.0).limit == FP32.least
     assert Floor(1e-6, 5e-7, 1.0).limit == pytest.approx(1.6e-5)
     assert Floor(0.0, 1.0, 1.0).limit == FP32.most
+
+
+def test_what_goes_through_a_narrower_type_is_rounded_as_that() -> None:
+    floor = Floor(0.0, 1e-7, 0.1)
+    assert floor.through(torch.float64) == floor
+    through = floor.through(torch.bfloat16)
+    assert (through.precision, through.rounding) == (BF16, BF16.unit)
+    assert replace(floor, rounding=0.5).through(torch.bfloat16).rounding == 0.5
 
 
 def test_between_rounding_and_what_no_rounding_reaches_is_unknown() -> None:
@@ -108,7 +122,7 @@ def test_a_zero_of_which_fp64_has_a_trace_is_rounding_too() -> None:
     zero, trace, other = torch.zeros(2), torch.tensor([3e-16, -4e-16], dtype=torch.float64), torch.tensor([3e-7, 4e-7])
     floor = floor_of(zero, [zero], trace, [zero], again=lambda: other)
     assert floor.size == pytest.approx(5e-16 * 2**29, rel=1e-3)
-    assert [floor.compared(n * other, zero)[1] for n in (0, 1, 8, 16, 1000)] == [
+    assert [floor.compare(n * other, zero)[1] for n in (0, 1, 8, 16, 1000)] == [
         "pass",
         "pass",
         "pass",
@@ -163,6 +177,11 @@ def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_f
     assert update_floor(replace(gradient, fault=0.125), wide, wide + one).outcome(0.0) == "unknown"
 
 
+def test_a_whole_number_has_no_last_place() -> None:
+    floor = Floor(0.0, 1e-7, 0.1)
+    assert update_floor(floor, torch.tensor([1]), torch.tensor([2])) == floor
+
+
 def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() -> None:
     """Adam makes a step of any gradient, and weight decay needs none: that either was left out is no agreement."""
     gradient, before = torch.tensor([3e-9, -4e-9]), torch.zeros(2)
@@ -170,7 +189,7 @@ def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() 
     assert noise.noise
     after = before - 0.1 * gradient
     floor = update_floor(noise, before, after, gradient)
-    assert [floor.compared(before + k * after, after, base=before)[1] for k in (0, 2, 20, 999)] == [
+    assert [floor.compare(before + k * after, after, base=before)[1] for k in (0, 2, 20, 999)] == [
         "pass",
         "pass",
         "unknown",
@@ -180,19 +199,19 @@ def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() 
         floor = update_floor(noise, before, after, gradient)
         left_out = error(before, after, base=before, rounded=True)
         assert [floor.outcome(one) for one in (1e-6, left_out, 100.0)] == ["pass", "unknown", "fail"]
-        assert floor.compared(before, after, base=before)[1] == "unknown"
+        assert floor.compare(before, after, base=before)[1] == "unknown"
 
 
 def test_a_step_that_follows_rounding_passes_where_it_is_as_long_and_no_decay() -> None:
     gradient, weights = torch.tensor([3e-9, -4e-9, 2e-9, 1e-9]), torch.tensor([0.5, 0.25, -0.5, 0.75])
     noise, signs = rounding_of(gradient, torch.zeros(4)), torch.tensor([1.0, -1.0, -1.0, 1.0])
     floor = update_floor(noise, weights, weights - 1e-3 * gradient.sign(), gradient)
-    told = [floor.compared(weights - k * signs, weights - 1e-3 * gradient.sign(), base=weights)[1] for k in STEPS]
+    told = [floor.compare(weights - k * signs, weights - 1e-3 * gradient.sign(), base=weights)[1] for k in STEPS]
     assert told == ["unknown", "unknown", "pass", "unknown", "fail"]
     decay = update_floor(noise, weights, 0.9 * weights, gradient)
-    assert decay.compared(0.95 * weights, 0.9 * weights, base=weights)[1] == "unknown"
+    assert decay.compare(0.95 * weights, 0.9 * weights, base=weights)[1] == "unknown"
     still = update_floor(noise, weights, weights, torch.zeros(4))
-    assert still.compared(weights - 1e-3 * signs, weights, base=weights)[1] == "unknown", "Adam makes that of rounding"
+    assert still.compare(weights - 1e-3 * signs, weights, base=weights)[1] == "unknown", "Adam makes that of rounding"
 
 
 STEPS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)
@@ -236,7 +255,7 @@ def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0
 
 def test_a_gradient_of_rounding_alone_is_compared_with_its_own_rounding(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, rows_turned, reference=before_a_norm)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), verdict
     assert "up to rounding" in verdict.law("gradient").note
     assert verdict.law("gradient").worst < 1e-6
     assert verdict.floor < 1e-6
@@ -247,7 +266,7 @@ def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: Whit
         return rows_turned(model, microbatches, added=1e-4)
 
     verdict = judged(whitebox, step, reference=before_a_norm)
-    assert verdict.verdict == "fail", verdict
+    assert verdict.outcome == "fail", verdict
     assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
     assert "made of what they should be" not in verdict.details
 
@@ -291,10 +310,10 @@ def test_a_gradient_that_is_zero_by_rounding_is_compared_with_what_rounding_make
     assert not model[0].weight.grad.any(), "else it is another test"
     wanted = {"reference": summed_after_a_norm, "microbatches": batches, "loss_fn": total}
     verdict = judged(whitebox, one_by_one, **wanted)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), verdict
     assert "up to rounding" in verdict.law("gradient").note
-    assert judged(whitebox, partial(one_by_one, added=1e-3), **wanted).verdict == "fail"
-    assert judged(whitebox, partial(one_by_one, kept=True), **wanted).verdict == "pass"
+    assert judged(whitebox, partial(one_by_one, added=1e-3), **wanted).outcome == "fail"
+    assert judged(whitebox, partial(one_by_one, kept=True), **wanted).outcome == "pass"
 
 
 def in_half() -> nn.Module:
@@ -312,7 +331,7 @@ def backwards_first(model: nn.Module, microbatches: list[Any]) -> Any:
 def test_half_precision_rounds_as_it_does_and_no_finer(whitebox: WhiteBox) -> None:
     microbatches = [(x.half(), target.half()) for x, target in pairs(seed=0)]
     verdict = judged(whitebox, backwards_first, reference=in_half, microbatches=microbatches)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp16"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp16"), verdict
     assert verdict.law("gradient").worst > FP32.most
 
 
@@ -329,18 +348,18 @@ def test_what_agrees_as_sums_in_a_wider_type_do_passes_where_bf16_could_hide_a_l
     floor = of_sums()
     assert floor.sums is not None
     assert floor.outcome(1e-6) == "unknown"
-    assert floor.compared(WIDE * (1 + 1e-6), WIDE)[1] == "pass"
-    assert floor.reached(1e-6).precision is FP32
+    assert floor.compare(WIDE * (1 + 1e-6), WIDE)[1] == "pass"
+    assert floor.reach(1e-6).precision is FP32
     assert floor.sums.limit == FP32.least
-    assert of_sums(1.0).compared(WIDE * 1.01, WIDE)[1] != "pass"  # not even where another order makes much
+    assert of_sums(1.0).compare(WIDE * 1.01, WIDE)[1] != "pass"  # not even where another order makes much
 
 
 def test_a_wide_sum_that_has_numbers_of_bf16_alone_fails_and_one_that_is_as_far_off_may_be_rounding() -> None:
     floor = of_sums()
-    seen = WIDE.bfloat16().float()
-    size, outcome = floor.compared(seen, WIDE)
-    assert (outcome, floor.reached(size, outcome)) == ("fail", floor.sums)
-    other = seen * (1 + 2.0**-16)
-    assert floor.compared(other, WIDE)[1] == "unknown"
+    observed = WIDE.bfloat16().float()
+    size, outcome = floor.compare(observed, WIDE)
+    assert (outcome, floor.reach(size, outcome)) == ("fail", floor.sums)
+    other = observed * (1 + 2.0**-16)
+    assert floor.compare(other, WIDE)[1] == "unknown"
     few = slice(0, 8)  # by chance so few numbers may be such
-    assert floor.compared(seen[few], WIDE[few])[1] == "unknown"
+    assert floor.compare(observed[few], WIDE[few])[1] == "unknown"

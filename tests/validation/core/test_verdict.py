@@ -37,7 +37,7 @@ def test_a_verdict_is_plain_data_with_its_replay_line() -> None:
     assert data["schema"] == "pipeproof/3"
     golden(data["replay"])
     assert data["mismatches"][0]["rank"] == 3
-    assert {"config", "verdict", "tier", "laws", "mismatches", "cause", "replay"} <= set(data)
+    assert {"config", "outcome", "tier", "laws", "mismatches", "causes", "replay"} <= set(data)
 
 
 def test_where_names_what_is_known() -> None:
@@ -51,10 +51,10 @@ def test_a_law_is_found_by_name() -> None:
 
 
 def test_what_is_raised_tells_a_wrong_answer_from_none_and_has_a_short_text() -> None:
-    wrong = Verdict("c", "fail", "none", (FAIL,), cause=(Cause("scale", factor=4.0), Cause("dropped", stage=1)))
+    wrong = Verdict("c", "fail", "none", (FAIL,), causes=(Cause("scale", factor=4.0), Cause("dropped", stage=1)))
     with pytest.raises(PipelineMismatch) as caught:
         wrong.raise_if_failed()
-    nameless = PipelineMismatch(replace(wrong, cause=()))
+    nameless = PipelineMismatch(replace(wrong, causes=()))
     hung = Verdict("c", "unknown", "none", (), headline="rank 0 is stuck", ended="hang")
     with pytest.raises(NoVerdict) as none:
         hung.raise_if_failed()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.explain.candidates import Candidate, called, multiples, near, rounded
+from pipeproof.explain.candidates import Candidate, find_candidate, is_near, multiples, round_candidates
 from tests.support.golden import golden
 
 
@@ -19,11 +19,11 @@ from tests.support.golden import golden
     ],
 )
 def test_numbers_are_near_up_to_rounding(one: float | None, other: float, noise: float, same: bool) -> None:
-    assert near(one, other, noise) is same
+    assert is_near(one, other, noise) is same
 
 
 def test_a_number_is_the_first_candidate_that_it_may_be() -> None:
     right = 1.2345
-    candidates = [*multiples(right, (1, 2, 2, 8)), *rounded(right), Candidate("twice", 2 * right)]
-    named = {value: called(value, candidates) for value in (2 * right, right / 8, 1.234375, right, 3.0)}
+    candidates = [*multiples(right, (1, 2, 2, 8)), *round_candidates(right), Candidate("twice", 2 * right)]
+    named = {value: find_candidate(value, candidates) for value in (2 * right, right / 8, 1.234375, right, 3.0)}
     golden("\n".join(f"{value:.6g}: {one.words if one else 'nothing known'}" for value, one in named.items()))

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 
 WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def loss_fn(output: Any, target: Tensor) -> Tensor:
@@ -103,9 +110,9 @@ def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_
         model[1].query.weight.grad *= 3
 
     build = partial(model_of, Attention, 2)
-    assert judged(whitebox, build).verdict == "pass"
+    assert judged(whitebox, build).outcome == "pass"
     verdict = judged(whitebox, build, after=tripled)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.query.weight", 3.0)
     assert not verdict.undecided
 
@@ -115,8 +122,8 @@ def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(w
         return given[::-1] if stage == 1 else given
 
     verdict = judged(whitebox, translator, streams=2, into=exchanged)
-    assert verdict.verdict == "fail"
-    assert "partition" not in {cause.kind for cause in verdict.cause}, str(verdict)
+    assert verdict.outcome == "fail"
+    assert "partition" not in {cause.kind for cause in verdict.causes}, str(verdict)
 
 
 def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: WhiteBox) -> None:
@@ -124,7 +131,7 @@ def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: 
         model[0][1].eval()
 
     verdict = judged(whitebox, partial(model_of, normed, 2), before=evaluated)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
 
 
@@ -133,7 +140,7 @@ def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -
         gradient = model[1][0].weight.grad
         gradient.copy_(torch.cat([gradient[WIDTH // 2 :], gradient[: WIDTH // 2]]))
 
-    (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).cause
+    (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).causes
     assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
     golden(cause.detail)
 
@@ -146,7 +153,7 @@ def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
                 one.grad = one.grad * 3 if number < 2 else torch.randn(one.shape, generator=draw)
 
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
-    (cause,) = judged(whitebox, build, after=spoilt).cause
+    (cause,) = judged(whitebox, build, after=spoilt).causes
     assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
     golden(cause.detail, numbers=False)
 
@@ -182,7 +189,7 @@ def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whi
         return [first, second]
 
     verdict = whitebox.validate(step, reference=tied, microbatches=data(), ranks=1, loss_fn=loss_fn)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)
 
 
@@ -192,7 +199,7 @@ def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox:
             parameter.grad *= 3
 
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3)
-    (cause,) = judged(whitebox, build, after=tripled).cause
+    (cause,) = judged(whitebox, build, after=tripled).causes
     assert (cause.kind, cause.factor, cause.stage) == ("scale", 3.0, 1)
     golden(cause.detail, numbers=False)
 
@@ -251,9 +258,9 @@ def test_shares_of_a_layer_at_both_ends_are_told_apart(
     whitebox: WhiteBox, first: float, last: float, kind: str
 ) -> None:
     verdict = shared_at_both_ends(whitebox, first, last)
-    assert {cause.kind for cause in verdict.cause} == {kind}, str(verdict)
+    assert {cause.kind for cause in verdict.causes} == {kind}, str(verdict)
     shares = f"the share of stage 0 {first:g} times, the share of stage 2 {last:g} times"
-    assert all(shares in cause.detail for cause in verdict.cause), str(verdict)
+    assert all(shares in cause.detail for cause in verdict.causes), str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -267,16 +274,16 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
     if kind is None:
         assert "others once" not in verdict.details, str(verdict)
         return
-    assert {(cause.kind, cause.stage) for cause in verdict.cause} == {(kind, stage)}, str(verdict)
+    assert {(cause.kind, cause.stage) for cause in verdict.causes} == {(kind, stage)}, str(verdict)
     wrong = f"its share is there {first if stage == 0 else last:g} times, the others once, in every copy"
-    assert all(cause.detail.startswith(wrong) for cause in verdict.cause), str(verdict)
+    assert all(cause.detail.startswith(wrong) for cause in verdict.causes), str(verdict)
 
 
 def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
     verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
-    assert {(cause.kind, cause.stage) for cause in verdict.cause} == {("sign", 0)}, str(verdict)
-    golden("\n".join(sorted(cause.detail for cause in verdict.cause)), numbers=False)
-    assert all(" of stage 2" in cause.detail for cause in verdict.cause), str(verdict)
+    assert {(cause.kind, cause.stage) for cause in verdict.causes} == {("sign", 0)}, str(verdict)
+    golden("\n".join(sorted(cause.detail for cause in verdict.causes)), numbers=False)
+    assert all(" of stage 2" in cause.detail for cause in verdict.causes), str(verdict)
 
 
 def test_a_share_that_is_there_twice_may_have_been_multiplied(whitebox: WhiteBox) -> None:

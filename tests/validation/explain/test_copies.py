@@ -17,8 +17,8 @@ from pipeproof.whitebox.stages_in_order import PlacedStage
 
 DRAW = torch.Generator().manual_seed(0)
 EACH = [torch.randn(32, generator=DRAW) for _ in range(4)]
-DUE = torch.stack(EACH).sum(dim=0)
-EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, "w"): DUE})
+TOTAL = torch.stack(EACH).sum(dim=0)
+EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, "w"): TOTAL})
 TWO = Replicas((0, 1), 4)
 LEFT, RIGHT = Shard(((0, 16),)), Shard(((16, 32),))
 
@@ -40,14 +40,14 @@ def of(*counts: float) -> Tensor:
     "counts", [(1, 1, 1, 1), (1, 0, 1, 0), (2, 0, 2, 0), (1, 1, 1, 0), (0.5, 0.5, 0.5, 0.5), (0, 0, 0, 0), (1, 2, 1, 1)]
 )
 def test_how_often_each_microbatch_is_there(counts: tuple[float, ...]) -> None:
-    made = makeups(members(of(*counts), DUE), EXPECTED)["w"]
+    made = makeups(members(of(*counts), TOTAL), EXPECTED)["w"]
     assert [*made.counts] == [counts, (1.0,) * 4]
     assert made.right == made.alike == (counts == (1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, -1.0, 0.0])
 def test_of_what_is_known_together_alone_a_factor_is_told(factor: float) -> None:
-    made = makeups(members(factor * DUE, EACH[0], known=False), EXPECTED)["w"]
+    made = makeups(members(factor * TOTAL, EACH[0], known=False), EXPECTED)["w"]
     assert [*made.counts] == [(factor,), None]
 
 
@@ -55,10 +55,10 @@ def test_shards_are_alike_where_each_lies_as_it_should() -> None:
     lost = of(1, 1, 0, 1)
     alike = makeups(members(LEFT.of(lost), RIGHT.of(lost), shards=(LEFT, RIGHT)), EXPECTED)["w"]
     assert (alike.right, alike.alike) == (False, True)
-    differ = makeups(members(LEFT.of(lost), RIGHT.of(DUE), shards=(LEFT, RIGHT)), EXPECTED)["w"]
+    differ = makeups(members(LEFT.of(lost), RIGHT.of(TOTAL), shards=(LEFT, RIGHT)), EXPECTED)["w"]
     assert (differ.right, differ.alike) == (False, False)
 
 
-@pytest.mark.parametrize("gradient", [None, DUE[:3], DUE / 0], ids=["none", "another shape", "not finite"])
+@pytest.mark.parametrize("gradient", [None, TOTAL[:3], TOTAL / 0], ids=["none", "another shape", "not finite"])
 def test_what_cannot_be_held_against_what_is_due_is_left_out(gradient: Tensor | None) -> None:
-    assert makeups(members(DUE, gradient), EXPECTED) == {}
+    assert makeups(members(TOTAL, gradient), EXPECTED) == {}

@@ -25,6 +25,7 @@ def test_what_is_recorded_of_one_stream_is_what_it_should_be(world: World, model
     assert_recorded(world, model, *shape)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     *each_once(model=SEVERAL_STREAMS, shape=[("1f1b", 1), ("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
 )
@@ -40,7 +41,7 @@ def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> No
     case = Case(schedule, 2, virtual, 2, (1,) * (2 * virtual), model=model)
     observed = observe(case, world, record=True)
     verdict = judge(case, observed)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     for operation, name in enumerate(case.plan):
         asked = replace(verdict, mismatches=(Mismatch("gradient", operation + 1, "", ""),))
         with one_thread():
@@ -48,6 +49,7 @@ def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> No
             assert [str(one) for one in evidence.divergences] == [], name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(*each_once(model=SEVERAL_STREAMS, name=BESIDE))
 def test_a_fault_beside_several_streams_is_named(world: World, model: str, name: str) -> None:
     specimen = SPECIMENS[name]

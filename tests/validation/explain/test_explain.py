@@ -17,9 +17,9 @@ from pipeproof.explain.rules.weights import weights
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import diagnose, judge, setup_of
 from pipeproof.own.observe import observe
-from pipeproof.own.validator import explained, validate
+from pipeproof.own.validator import explain_case, validate
 from pipeproof.wings.specimens import SPECIMENS
-from pipeproof.wings.specimens.trial import located, smallest_of
+from pipeproof.wings.specimens.trial import is_located, smallest_of
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.sweeps import sampled
@@ -50,12 +50,14 @@ def named(observed: Observed) -> Verdict:
 SITE = (1, "blocks.1.linear.weight")
 
 
+@pytest.mark.sweep
 def test_a_sound_run_has_no_cause(runs: tuple[Observed, Observed]) -> None:
     for observed in runs:
         verdict = named(observed)
-        assert (verdict.verdict, verdict.cause, verdict.undecided) == ("pass", (), ())
+        assert (verdict.outcome, verdict.causes, verdict.undecided) == ("pass", (), ())
 
 
+@pytest.mark.sweep
 def test_recording_changes_no_bit(runs: tuple[Observed, Observed]) -> None:
     plain, recorded = runs
     for site, gradient in plain.gradients(0).items():
@@ -73,8 +75,8 @@ def test_a_gradient_is_named_with_and_without_a_recording(runs: tuple[Observed, 
     assert right is not None
     for gradient, kind, factor in ((right * 3, "scale", 3.0), (-right, "sign", -1.0), (right * 0, "zero", None)):
         verdict = named(changed(runs[which], SITE, gradient))
-        assert (verdict.cause[0].kind, verdict.cause[0].stage, verdict.cause[0].parameter) == (kind, *SITE)
-        assert verdict.cause[0].factor == (None if factor is None else pytest.approx(factor, rel=1e-3))
+        assert (verdict.causes[0].kind, verdict.causes[0].stage, verdict.causes[0].parameter) == (kind, *SITE)
+        assert verdict.causes[0].factor == (None if factor is None else pytest.approx(factor, rel=1e-3))
 
 
 def test_noise_is_nobodys_and_stays_unknown_without_a_recording(runs: tuple[Observed, Observed]) -> None:
@@ -82,28 +84,28 @@ def test_noise_is_nobodys_and_stays_unknown_without_a_recording(runs: tuple[Obse
     assert right is not None
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0)) * right.norm()
     verdict = named(changed(runs[0].final(), SITE, noise))
-    assert verdict.verdict == "fail"
-    assert verdict.cause == ()
+    assert verdict.outcome == "fail"
+    assert verdict.causes == ()
     assert "no multiple" in verdict.undecided[0]
 
 
 def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     planted = replace(CASE, specimen="activations-crossed")
     verdict = validate(planted, world)
-    cause = verdict.cause[0]
+    cause = verdict.causes[0]
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
     golden(cause.detail)
     assert cause.action == "1F0"
     assert f"            {cause}" in verdict.details
     assert len(verdict.details.splitlines()) <= 30
-    assert asdict(verdict.cause[0]) == verdict.as_dict()["cause"][0]  # type: ignore[index]
+    assert asdict(verdict.causes[0]) == verdict.as_dict()["causes"][0]  # type: ignore[index]
     ran = verdict.measured.ran
     assert ran is not None
     one = next(done for done in ran.ranks[1] if done.action == "1F0")
     wrong = [sight for sight in one.sights if not sight.agrees]
     golden("\n".join(sorted({sight.what for sight in wrong})))
     (came,) = [sight for sight in wrong if sight.really]
-    assert (came.what, came.made, came.really, came.due) == ("input", False, "0F1", "0F0")
+    assert (came.what, came.made, came.really, came.expected) == ("input", False, "0F1", "0F0")
     assert all(sight.error > sight.limit for sight in wrong if sight.error is not None and sight.limit is not None)
     assert all(sight.agrees for sight in ran.ranks[0][0].sights)
     assert not any(sight.what == "input gradient" for done in ran.ranks[0] for sight in done.sights)  # there is none
@@ -116,8 +118,8 @@ def test_what_does_not_happen_again_is_said(world: World) -> None:
     right = plain.gradients(0)[SITE]
     assert right is not None
     wrong = changed(plain, SITE, right * 3)
-    verdict = explained(CASE, world, wrong, judge(CASE, wrong))
-    assert verdict.cause[0].kind == "scale"
+    verdict = explain_case(CASE, world, wrong, judge(CASE, wrong))
+    assert verdict.causes[0].kind == "scale"
     golden("\n".join(verdict.undecided), numbers=False)
 
 
@@ -166,6 +168,7 @@ def test_what_weights_became_before_the_step_is_told(
     assert words in cause.detail
 
 
+@pytest.mark.sweep
 def test_weights_that_stay_are_no_cause(runs: tuple[Observed, Observed]) -> None:
     assert weights(evidence(runs[1])) == []
 
@@ -194,6 +197,7 @@ def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observ
     assert cause.detail.endswith(f": {words}")
 
 
+@pytest.mark.sweep
 def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> None:
     own = [
         sum(
@@ -224,7 +228,7 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) 
     ):
 
         def crossed(one: Recording, where: str = where) -> Recording:
-            of_second = {at: tuple(reversed(seen)) for at, seen in one.tensors.items() if at[::2] == (1, where)}
+            of_second = {at: tuple(reversed(observed)) for at, observed in one.tensors.items() if at[::2] == (1, where)}
             return replace(one, tensors={**one.tensors, **of_second})
 
         (cause,) = boundaries(evidence(recorded_with(right, crossed), case))
@@ -232,6 +236,7 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) 
         golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(runs: tuple[Observed, Observed]) -> None:
     def left(one: Recording) -> Recording:
         first, second = (Point(1, m, HANDED_ON) for m in (0, 1))
@@ -262,34 +267,37 @@ COARSE = {
 @pytest.mark.parametrize("name", COARSE)
 def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
     verdict = validate(replace(smallest_of(SPECIMENS[name]), dtype="bf16"), world)
-    assert verdict.verdict == "fail"
-    assert verdict.cause[0].kind == COARSE[name]
-    assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
+    assert verdict.outcome == "fail"
+    assert verdict.causes[0].kind == COARSE[name]
+    assert is_located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.causes[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sampled([name for name, one in SPECIMENS.items() if one.family == "tied"], 2))
 def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(world: World, name: str) -> None:
     """What one rounding is to a sum may be much to a share: copies are told by whole shares, not by looks."""
     case, specimen = replace(smallest_of(SPECIMENS[name]), dtype="bf16"), SPECIMENS[name]
     observed = observe(case, world)
     verdict = diagnose(case, observed.final(), judge(case, observed))
-    assert verdict.verdict == "fail"
-    assert {cause.kind for cause in verdict.cause} <= {specimen.fault.kind, *specimen.fault.alike}
-    assert verdict.cause
+    assert verdict.outcome == "fail"
+    assert {cause.kind for cause in verdict.causes} <= {specimen.fault.kind, *specimen.fault.alike}
+    assert verdict.causes
 
 
+@pytest.mark.sweep
 def test_a_right_run_in_bf16_names_nothing(world: World) -> None:
     case = replace(CASE, dtype="bf16")
     recorded = observe(case, world, record=True)
-    assert judge(case, recorded).verdict == "pass"
+    assert judge(case, recorded).outcome == "pass"
     wrong = evidence(recorded, case)
     assert weights(wrong) == boundaries(wrong) == norm(wrong) == []
 
 
+@pytest.mark.sweep
 def test_a_loss_that_was_computed_right_supposes_no_other_computation(world: World) -> None:
     """In bf16 to round an input to bf16 changes nothing, so that it would explain right gradients."""
     case = replace(smallest_of(SPECIMENS["loss-of-other-ranks"]), dtype="bf16")
     observed = observe(case, world)
     verdict = diagnose(case, observed.final(), judge(case, observed))
-    assert verdict.verdict == "fail"
-    assert [cause.kind for cause in verdict.cause if cause.kind != "report"] == []
+    assert verdict.outcome == "fail"
+    assert [cause.kind for cause in verdict.causes if cause.kind != "report"] == []

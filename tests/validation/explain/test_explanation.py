@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import StepResult
 from pipeproof.core.observe.likeness import GRADIENT, Label
 from pipeproof.core.observe.recording import Point
 from pipeproof.core.verdict import Verdict
@@ -18,10 +19,16 @@ from pipeproof.explain.likeness import plainly
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss, Site
 from pipeproof.reference.traced import Traced
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 
 WIDTH, COUNT = 16, 6
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -41,7 +48,7 @@ def data(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def step(
     model: nn.Module, microbatches: list[Any], *, divisor: float = 0, twice: str = "", narrowed: bool = False
-) -> HandedBack:
+) -> StepResult:
     """Gradients are added up in fp32; that of the parameter ``twice`` is doubled. ``narrowed``: handed back in bf16."""
     sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     losses = []
@@ -56,7 +63,7 @@ def step(
     if twice:
         sums[twice] *= 2
     dtype = torch.bfloat16 if narrowed else torch.float32
-    return HandedBack(model, losses, gradients={name: total.to(dtype) for name, total in sums.items()})
+    return StepResult(model, losses, gradients={name: total.to(dtype) for name, total in sums.items()})
 
 
 def judged(whitebox: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict:
@@ -66,31 +73,31 @@ def judged(whitebox: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict
 
 def test_sums_in_a_wider_type_are_compared_with_sums_in_that_type(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
 
 
 def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_rounding(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, divisor=1.0).cause
+    (cause,) = judged(whitebox, divisor=1.0).causes
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, COUNT)
 
 
 def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, count=24, narrowed=True)
-    assert verdict.verdict == "unknown", verdict
+    assert verdict.outcome == "unknown", verdict
     (said,) = verdict.undecided
     golden(said, numbers=False)
 
 
 def test_only_what_is_wrong_is_told(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, twice="1.1.weight").cause
+    (cause,) = judged(whitebox, twice="1.1.weight").causes
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.1.weight", 2.0)
 
 
 def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> None:
-    seen, due = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.015625, 4.0])
+    observed, expected = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.015625, 4.0])
     at = Label(Point(0, -1, GRADIENT), name="bias")
-    assert plainly(seen, due.to(torch.bfloat16), at) is None
-    rounded = plainly(seen, due + 1e-4, at)
+    assert plainly(observed, expected.to(torch.bfloat16), at) is None
+    rounded = plainly(observed, expected + 1e-4, at)
     assert rounded is not None
     assert rounded.kind == "rounded"
 
@@ -115,20 +122,20 @@ def known_of_chain() -> tuple[dict[Site, Tensor], Traced]:
     model, loss = chain(), Loss(nn.functional.mse_loss, 3)
     losses = [loss.function(model(*batch.inputs), batch.target) for batch in batches_of_chain()]
     torch.stack(losses).mean().backward()
-    due = {(_OWNER[name], name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {(_OWNER[name], name): p.grad for name, p in model.named_parameters() if p.grad is not None}
     told = [one.item() for one in losses]
-    return due, Traced(model, held=due.keys(), batches=batches_of_chain(), loss=loss, losses=told, ends={})
+    return expected, Traced(model, held=expected.keys(), batches=batches_of_chain(), loss=loss, losses=told, ends={})
 
 
-def taken_apart(seen: Mapping[Site, Tensor], due: Mapping[Site, Tensor], traced: Traced) -> Attribution:
-    return attribute(Update(seen, due, traced, placement=(0, 1)))
+def taken_apart(observed: Mapping[Site, Tensor], expected: Mapping[Site, Tensor], traced: Traced) -> Attribution:
+    return attribute(Update(observed, expected, traced, placement=(0, 1)))
 
 
 @pytest.mark.parametrize("factor", [-3.0, 0.25])
 def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(factor: float) -> None:
-    due, traced = known_of_chain()
-    assert taken_apart(due, due, traced).right
-    other = {site: factor * gradient if site[0] == 1 else gradient for site, gradient in due.items()}
+    expected, traced = known_of_chain()
+    assert taken_apart(expected, expected, traced).right
+    other = {site: factor * gradient if site[0] == 1 else gradient for site, gradient in expected.items()}
     told = taken_apart(other, other, traced)
     assert not told.causes
     golden("\n".join(told.unknown))
@@ -140,15 +147,15 @@ def rounded(gradients: Mapping[Site, Tensor], factor: float) -> dict[Site, Tenso
 
 
 def test_what_is_computed_in_a_narrower_type_is_taken_apart_as_coarsely_where_that_explains_all() -> None:
-    due, traced = known_of_chain()
+    expected, traced = known_of_chain()
     for factor, told in ((3.0, ["scale"]), (1.0, [])):
-        update = Update(rounded(due, factor), due, traced, placement=(0, 1))
+        update = Update(rounded(expected, factor), expected, traced, placement=(0, 1))
         assert attribute(update).unknown
         assert attribute_coarsely(update) is None  # in no type that anyone knows of
         found = attribute_coarsely(replace(update, computed_in=lambda: torch.bfloat16))
         assert [cause.kind for cause in (() if found is None else found.causes)] == told
-    half = {site: gradient if site[0] else gradient.flip(0) for site, gradient in rounded(due, 3.0).items()}
-    update = Update(half, due, traced, placement=(0, 1), computed_in=lambda: torch.bfloat16)
+    half = {site: gradient if site[0] else gradient.flip(0) for site, gradient in rounded(expected, 3.0).items()}
+    update = Update(half, expected, traced, placement=(0, 1), computed_in=lambda: torch.bfloat16)
     assert attribute_coarsely(update) is None  # one stage's are explained, and the other's are not
 
 

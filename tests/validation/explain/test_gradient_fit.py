@@ -1,4 +1,7 @@
-"""A gradient that is None where zeros are due stands for these; one that is missing where anything is due does not."""
+"""A gradient that is None where zeros are expected stands for these.
+
+One that is missing where anything is expected does not.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -12,7 +15,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import attribute
 from pipeproof.own.case import Case
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record
 from pipeproof.reference.step import Gradient, Site
@@ -22,8 +25,14 @@ from tests.support.steps import loss_fn, pairs
 from tests.validation.explain.test_attribution import BIAS, UP, attributed, known, only, summed
 
 WIDTH = 8
-NONES = "no gradient where zeros are due: "
+NONES = "no gradient where zeros are expected: "
 DROPPED = "every microbatch is in every stage's sum"
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 class Idle(nn.Module):
@@ -66,19 +75,19 @@ def judged(whitebox: WhiteBox, without: Collection[str], reference: Callable[[],
 @pytest.mark.parametrize("without", [["idle"], ["idle.bias"]], ids=["both", "one"])
 def test_none_where_zeros_are_due_passes_and_is_told(whitebox: WhiteBox, without: list[str]) -> None:
     verdict = judged(whitebox, without)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     golden(verdict.law("presence").note)
 
 
 def test_one_that_is_missing_where_something_is_due_fails(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["used.bias"])
-    assert [(cause.kind, cause.parameter) for cause in verdict.cause] == [("missing", "used.bias")]
+    assert [(cause.kind, cause.parameter) for cause in verdict.causes] == [("missing", "used.bias")]
     assert DROPPED in [one.evidence for one in verdict.ruled_out], "the weight shows it"
 
 
 def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["used"])
-    assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.cause] == [
+    assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.causes] == [
         ("missing", "used.bias", "also: used.weight")
     ], "two others have their gradients: it is not every parameter"
     assert verdict.law("gradient").outcome == "unknown"
@@ -87,27 +96,27 @@ def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox)
 
 def test_where_no_parameter_has_a_gradient_every_one_is_named(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["used", "idle"])
-    assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.cause] == [
+    assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.causes] == [
         ("missing", None, "every gradient")
     ]
 
 
 def test_where_all_is_none_and_zeros_nothing_was_compared(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, ["idle"], reference=build_idle)
-    assert verdict.verdict == "unknown", verdict
+    assert verdict.outcome == "unknown", verdict
     assert verdict.law("gradient").note == "nothing was compared"
 
 
 @pytest.mark.parametrize("zeros_first", [True, False])
 def test_two_runs_agree_whichever_has_the_zeros(zeros_first: bool) -> None:
-    expected = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=3"))
+    expected = record_expected(Case.parse("1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=3"))
     name = min(expected.operations[0].gradients)
     zeros, nones = (with_gradient(expected, name, each) for each in (torch.zeros_like, lambda _: None))
     verdict = compare(zeros, nones, sides=RUNS) if zeros_first else compare(nones, zeros, sides=RUNS)
-    assert verdict.verdict == "pass", verdict
-    told = NONES if zeros_first else "zeros where no gradient is due: "
+    assert verdict.outcome == "pass", verdict
+    told = NONES if zeros_first else "zeros where no gradient is expected: "
     assert told + name in verdict.law("presence").note
-    assert compare(nones, expected, sides=RUNS).verdict == "fail", "what is missing is more than zeros"
+    assert compare(nones, expected, sides=RUNS).outcome == "fail", "what is missing is more than zeros"
 
 
 def with_gradient(record: Record, name: str, change: Callable[[Tensor], Tensor | None]) -> Record:
@@ -141,13 +150,13 @@ def test_a_factor_that_is_near_a_simple_one_is_not_taken_for_it() -> None:
 
 def test_what_passes_beside_what_is_wrong_is_right() -> None:
     right, traced = known(torch.bfloat16)
-    due, seen = summed(right), summed(right)
-    one, other = seen[UP], seen[BIAS]
+    expected, observed = summed(right), summed(right)
+    one, other = observed[UP], observed[BIAS]
     assert one is not None
     assert other is not None
     one += 0.1 * one.std() * torch.randn(one.shape, generator=torch.Generator().manual_seed(0))
     other.zero_()
-    update = Update(seen, due, traced, placement=(0, 1, 2))
+    update = Update(observed, expected, traced, placement=(0, 1, 2))
     assert any(UP[1] in told for told in attribute(update).unknown)
     found = attribute(replace(update, passing={UP}))
     assert ([(cause.kind, cause.parameter) for cause in found.causes], found.unknown) == ([("zero", BIAS[1])], ())

@@ -23,8 +23,8 @@ def drawn(seed: int, *shape: int) -> Tensor:
 EXPECTED = drawn(0, 8, 16)
 
 
-def what(seen: Tensor) -> Likeness:
-    found = likeness(seen, EXPECTED, AT)
+def what(observed: Tensor) -> Likeness:
+    found = likeness(observed, EXPECTED, AT)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def test_rows_and_elements_in_another_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "observed",
     [
         drawn(2, 8, 16),
         EXPECTED + drawn(2, 8, 16),  # no more of it is its own than is not
@@ -47,8 +47,8 @@ def test_rows_and_elements_in_another_order() -> None:
     ],
     ids=["another", "too much", "a constant", "its size", "scaled by column", "a slope"],
 )
-def test_what_is_no_noise_is_not_called_so(seen: Tensor) -> None:
-    assert what(seen).kind in ("different", "sum")
+def test_what_is_no_noise_is_not_called_so(observed: Tensor) -> None:
+    assert what(observed).kind in ("different", "sum")
 
 
 LIMIT = 1e-5
@@ -60,9 +60,9 @@ def alike(tensors: Sequence[Tensor]) -> Alike:
     return found
 
 
-def near(seen: Tensor, known: Sequence[Tensor], limit: float) -> list[int]:
-    """The numbers of those that ``seen`` is near."""
-    return [label.point.microbatch for (label,), _ in alike(known).near(seen, limit)]
+def near(observed: Tensor, known: Sequence[Tensor], limit: float) -> list[int]:
+    """The numbers of those that ``observed`` is near."""
+    return [label.point.microbatch for (label,), _ in alike(known).find_near(observed, limit)]
 
 
 def tensors() -> list[Tensor]:
@@ -73,17 +73,17 @@ def tensors() -> list[Tensor]:
 def test_what_is_near_is_found_as_if_each_were_compared() -> None:
     known = tensors()
     for k, tensor in enumerate(known):
-        for seen in (tensor, tensor * (1 + LIMIT / 2), tensor * (1 + 2 * LIMIT)):
-            assert near(seen, known, LIMIT) == [n for n, one in enumerate(known) if error(seen, one) <= LIMIT]
+        for observed in (tensor, tensor * (1 + LIMIT / 2), tensor * (1 + 2 * LIMIT)):
+            assert near(observed, known, LIMIT) == [n for n, one in enumerate(known) if error(observed, one) <= LIMIT]
         assert near(tensor, known, LIMIT) == [k]
 
 
 def test_an_element_that_no_sample_holds_is_not_overlooked() -> None:
     known = tensors()
     for element in range(0, 2000, 111):
-        seen = known[2].clone()
-        seen.view(-1)[element] += 1.0
-        assert not near(seen, known, LIMIT)
+        observed = known[2].clone()
+        observed.view(-1)[element] += 1.0
+        assert not near(observed, known, LIMIT)
 
 
 def test_what_is_not_a_number_is_near_nothing() -> None:

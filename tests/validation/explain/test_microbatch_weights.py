@@ -162,7 +162,7 @@ def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> N
     assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()
     assert {
         cleared.pop(kind) for kind in ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
-    } == {3 * COUNT - 1}, "of one nobody knows what it met"
+    } == {3 * COUNT - 1}, "one has an unknown partner"
     assert set(cleared.values()) == {3 * COUNT}
     assert not {"dropped", "zero"} & cleared.keys()
     found = attributed(factors((0, 1, 2), 1.0, 0.0, 1.0, 1.0))

@@ -7,28 +7,28 @@ import torch
 from torch import Tensor
 
 from pipeproof.explain.explanation import Explanation
-from pipeproof.explain.mixed_gradients import mixed
+from pipeproof.explain.mixed_gradients import find_mixed
 
 DRAW = torch.Generator().manual_seed(0)
-DUE = {(stage, f"{stage}.{name}"): torch.randn(6, 6, generator=DRAW) for stage in range(2) for name in "abc"}
+EXPECTED = {(stage, f"{stage}.{name}"): torch.randn(6, 6, generator=DRAW) for stage in range(2) for name in "abc"}
 
 
-def named(**seen: Tensor) -> list[tuple[str, int | None, str]]:
-    """What is told of stage 0, which has this in place of what is due."""
+def named(**ours: Tensor) -> list[tuple[str, int | None, str]]:
+    """What is told of stage 0, which has this in place of what is expected."""
     stages = [
         Explanation(0, {}, 1.0, 1e-6, explained=False, names=("0.a", "0.b", "0.c")),
         Explanation(1, {}, 1.0, 1e-6, explained=False),
     ]
-    observed = DUE | {(0, f"0.{name}"): one for name, one in seen.items()}
+    observed = EXPECTED | {(0, f"0.{name}"): one for name, one in ours.items()}
     now = SimpleNamespace(
-        stages=2, parameters=lambda stage: {name: one for (s, name), one in DUE.items() if s == stage}
+        stages=2, parameters=lambda stage: {name: one for (s, name), one in EXPECTED.items() if s == stage}
     )
-    update: Any = SimpleNamespace(observed=observed, expected=DUE, now=now)
-    return [(one.kind, one.stage, one.detail) for one in mixed(stages, update)[0]]
+    update: Any = SimpleNamespace(observed=observed, expected=EXPECTED, now=now)
+    return [(one.kind, one.stage, one.detail) for one in find_mixed(stages, update)[0]]
 
 
 def both(name: str) -> Tensor:
-    return DUE[0, f"0.{name}"] + DUE[1, f"1.{name}"]
+    return EXPECTED[0, f"0.{name}"] + EXPECTED[1, f"1.{name}"]
 
 
 def test_all_that_is_wrong_in_a_stage_is_so_much_of_its_own_and_of_another() -> None:

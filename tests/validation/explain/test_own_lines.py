@@ -30,7 +30,7 @@ class _Seen:
         self.passed = {stage: self._stage(stage, missing, wrong) for stage in (0, 1)}
         self._flowed = flowed
 
-    def flowed_right(self, stages: Collection[int], factor: float | None) -> bool:
+    def is_flow_right(self, stages: Collection[int], factor: float | None) -> bool:
         return self._flowed
 
     def _stage(self, stage: int, missing: Sequence[str], wrong: Sequence[Crossing]) -> Passed:
@@ -51,8 +51,8 @@ class _Seen:
         return Came(received, Message("", 7, 0, 0, 1), Sent(sent))
 
 
-def shown(cause: Cause, seen: Any = None, **options: bool) -> list[str]:
-    found = with_lines(cause, seen or _Seen(), **options)
+def shown(cause: Cause, observed: Any = None, **options: bool) -> list[str]:
+    found = with_lines(cause, observed or _Seen(), **options)
     return [f"{own.what}: {own.line.text}" for own in found.lines]
 
 

@@ -1,4 +1,4 @@
-"""Where nobody watched: what may have become of tensors is played through, and named if it gives all that was seen."""
+"""Where nobody watched: a substitution that gives all that was observed is named."""
 
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +67,7 @@ def test_what_was_rounded_between_stages_is_named_with_its_microbatches(whitebox
     changes, causes, detail = CAUSES[title]
     verdict = judged(whitebox, partial(unwatched, **changes), plain)
     assert named(verdict) == causes, str(verdict)
-    assert verdict.cause[0].detail == detail
+    assert verdict.causes[0].detail == detail
 
 
 class Added(nn.Module):
@@ -151,12 +151,13 @@ STREAMS: dict[str, tuple[dict[str, Both], tuple[str, int], str]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("title", STREAMS)
 def test_one_of_two_streams_of_which_one_is_made_of_the_other(whitebox: WhiteBox, title: str) -> None:
     changes, (kind, stage), detail = STREAMS[title]
     verdict = judged(whitebox, partial(both_ways, **changes), two_streams)
     assert named(verdict) == [(kind, stage, stage, ())], str(verdict)
-    assert verdict.cause[0].detail == detail
+    assert verdict.causes[0].detail == detail
 
 
 def noisy(m: int, tensor: Tensor) -> Tensor:
@@ -171,6 +172,7 @@ def test_what_no_change_gives_is_not_named(whitebox: WhiteBox, changes: dict[str
     assert named(verdict) == [], str(verdict)
 
 
+@pytest.mark.sweep
 def test_more_numbers_than_are_worth_the_time_are_not_tried(
     whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeproof.core.cause import Cause, RuledOut
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
-from pipeproof.explain.rule import Rule, clears, followed
+from pipeproof.explain.rule import Rule, clears, follow_rules
 
 LAWS = (
     LawResult("loss", "pass", 8, 8),
@@ -36,38 +36,38 @@ def test_a_sound_rule_rules_out_what_its_law_compared_and_nothing_else() -> None
         Rule(sound, clears(law, (kind,), f"{law} is right"))
         for law, kind in (("loss", "report"), ("gradient", "scale"), ("grad-norm", "norm"), ("buffers", "buffers"))
     ]
-    verdict = followed(evidence(), [*rules, Rule(broken(Cause("zero", stage=1)))])
+    verdict = follow_rules(evidence(), [*rules, Rule(broken(Cause("zero", stage=1)))])
     assert verdict.ruled_out == (RuledOut(("report",), "loss is right", 8),)
-    assert followed(evidence(), rules).cause == ()
+    assert follow_rules(evidence(), rules).causes == ()
 
 
 def test_a_rule_without_its_evidence_is_passed_over() -> None:
-    verdict = followed(evidence(), [Rule(broken(Cause("zero")), needs=lambda _: False)])
-    assert (verdict.cause, verdict.ruled_out, verdict.undecided) == ((), (), ())
+    verdict = follow_rules(evidence(), [Rule(broken(Cause("zero")), needs=lambda _: False)])
+    assert (verdict.causes, verdict.ruled_out, verdict.undecided) == ((), (), ())
 
 
 def test_what_is_wrong_without_a_cause_stops_the_search() -> None:
     rules = [Rule(sound, left=lambda _: ["it tells nothing"]), Rule(broken(Cause("zero")))]
-    assert followed(evidence(), rules).undecided == ("it tells nothing",)
-    assert followed(evidence(), rules).cause == ()
+    assert follow_rules(evidence(), rules).undecided == ("it tells nothing",)
+    assert follow_rules(evidence(), rules).causes == ()
 
 
 def test_the_kind_that_is_named_is_not_ruled_out() -> None:
     first = Rule(sound, clears("loss", ("report",), "every loss is right"))
     named = Cause("dropped", stage=1, instead=(Cause("report"),))
-    verdict = followed(evidence(), [first, Rule(broken(named))])
-    assert [[one.kind for one in each] for each in (verdict.cause, *verdict.alternatives)] == [["dropped"], ["report"]]
+    verdict = follow_rules(evidence(), [first, Rule(broken(named))])
+    assert [[one.kind for one in each] for each in (verdict.causes, *verdict.alternatives)] == [["dropped"], ["report"]]
     assert verdict.ruled_out == ()
 
 
 def test_what_was_seen_where_it_happened_comes_first_and_the_rest_stays() -> None:
-    verdict = followed(evidence(), [Rule(broken(Cause("zero", stage=1)))])
+    verdict = follow_rules(evidence(), [Rule(broken(Cause("zero", stage=1)))])
     assert [one.stage for one in verdict.mismatches] == [1, 3, 2]
-    assert followed(evidence(), [Rule(broken(Cause("zero")))]).mismatches == WRONG
+    assert follow_rules(evidence(), [Rule(broken(Cause("zero")))]).mismatches == WRONG
 
 
 def test_coefficients_are_shown_where_a_cause_rests_on_them() -> None:
     cells = SimpleNamespace(rows=((SimpleNamespace(own=0.0),),) * 2, right=False)
     known = evidence(attribution=SimpleNamespace(cells=cells))
     for cause, shown in ((Cause("dropped", stage=1), cells), (Cause("norm"), None)):
-        assert followed(known, [Rule(broken(cause))]).cells is shown
+        assert follow_rules(known, [Rule(broken(cause))]).cells is shown

@@ -1,11 +1,11 @@
-"""What a sketch is in place of the one that is due, and which of several it was made of."""
+"""What a sketch is in place of the one that is expected, and which of several it was made of."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipeproof.core.observe.sketch import sketch
-from pipeproof.explain.sketches import nearest_sketch, of_sketches, recognised
+from pipeproof.explain.sketches import nearest_sketch, of_sketches, recognise
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -16,7 +16,7 @@ KNOWN = {number: sketch(drawn(number)) for number in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("seen", "kind"),
+    ("observed", "kind"),
     [
         (drawn(2).half().float(), "rounded"),
         (drawn(2) * -3, "multiple"),
@@ -25,15 +25,15 @@ KNOWN = {number: sketch(drawn(number)) for number in range(4)}
     ],
     ids=["rounded", "multiple", "rows", "transposed"],
 )
-def test_a_change_is_named_and_leaves_its_tensor_known(seen: Tensor, kind: str) -> None:
-    found = of_sketches(sketch(seen), KNOWN[2])
+def test_a_change_is_named_and_leaves_its_tensor_known(observed: Tensor, kind: str) -> None:
+    found = of_sketches(sketch(observed), KNOWN[2])
     assert found is not None
     assert found.kind == kind
-    assert recognised(sketch(seen), KNOWN) == {2}
+    assert recognise(sketch(observed), KNOWN) == {2}
 
 
 def test_what_is_near_one_alone_is_known_again_and_what_is_near_all_is_not() -> None:
-    assert recognised(sketch(drawn(2) + 0.1 * drawn(9)), KNOWN) == {2}
+    assert recognise(sketch(drawn(2) + 0.1 * drawn(9)), KNOWN) == {2}
     common = 10 * drawn(8)
     alike = {number: sketch(common + drawn(number)) for number in range(4)}
     assert nearest_sketch(sketch(common + drawn(9)), alike) is None
@@ -48,9 +48,9 @@ def test_a_factor_that_two_sketches_of_one_tensor_may_differ_by_is_none(factor: 
 
 def test_another_tensor_was_not_made_of_any() -> None:
     for seed in range(10, 60):
-        assert recognised(sketch(drawn(seed)), KNOWN) == set()
-    assert recognised(sketch(torch.zeros(6, 8)), KNOWN) == set()
-    assert recognised(sketch(drawn(2) / 0), KNOWN) == set()
+        assert recognise(sketch(drawn(seed)), KNOWN) == set()
+    assert recognise(sketch(torch.zeros(6, 8)), KNOWN) == set()
+    assert recognise(sketch(drawn(2) / 0), KNOWN) == set()
 
 
 def test_elements_in_another_order_are_told_from_others_of_the_same_size() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.played import beside_of, play
-from pipeproof.explain.substitutions import Substitution, between, inside, kept_otherwise, of_data
+from pipeproof.explain.played import model_beside, play
+from pipeproof.explain.substitutions import Substitution, between, change_kept, inside, of_data
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import setup_of
 from tests.support.golden import golden
@@ -14,7 +14,7 @@ from tests.support.golden import golden
 
 def beside(model: str) -> ModelBeside:
     setup = setup_of(Case("gpipe", 2, 1, 2, (1, 1), model=model, plan=("train",)))
-    return beside_of(setup, play(setup, None, 0)[0])
+    return model_beside(setup, play(setup, None, 0)[0])
 
 
 def every(one: ModelBeside) -> Iterator[Substitution]:
@@ -24,7 +24,7 @@ def every(one: ModelBeside) -> Iterator[Substitution]:
 
 def made(one: ModelBeside, change: Substitution) -> object:
     """What the second microbatch gives."""
-    found = one.played(one.batches[1] if change.given is None else change.given(1), change.planted)
+    found = one.play(one.batches[1] if change.given is None else change.given(1), change.planted)
     return None if found is None else (found.loss, [g if g is None else g.tolist() for g in found.gradients.values()])
 
 
@@ -35,16 +35,16 @@ def test_each_changes_what_a_microbatch_gives_and_leaves_no_trace() -> None:
     same = [(change.stages, change.text) for change in found if made(one, change) == before]
     own = "is microbatch 1's"
     assert same == [((0,), f"its input {k} {own}") for k in range(2)]
-    assert made(one, kept_otherwise(one, 1)) != before
+    assert made(one, change_kept(one, 1)) != before
     assert made(one, nothing) == before
     golden("\n".join(f"{change.kind}, {change.stages}: {change.text}" for change in found))
 
 
 def test_the_loss_follows_from_a_forward_substitution_between_stages_and_from_no_other() -> None:
     one = beside("pair")
-    right, found = one.played(one.batches[0]), list(between(one, 2, torch.float32))
+    right, found = one.play(one.batches[0]), list(between(one, 2, torch.float32))
     for change in found:
-        wrong = one.played(one.batches[0], change.planted)
+        wrong = one.play(one.batches[0], change.planted)
         assert right is not None
         assert wrong is not None
         assert (wrong.loss != right.loss) == change.forward, change.text

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import loss_fn
 from tests.support.sweeps import each_once
@@ -226,17 +227,17 @@ RIGHT = {
 )
 def test_copies_that_are_summed_are_right(whitebox: WhiteBox, kind: str, watched: bool) -> None:
     verdict = judged(whitebox, *RIGHT[kind], watched=watched)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("tied-copies").checked
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_gradients_by_name_are_enough_to_know_a_copy(whitebox: WhiteBox, kind: str) -> None:
     verdict = judged(whitebox, *RIGHT[kind], back=by_name)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     if kind == "another name":
         verdict = judged(whitebox, *RIGHT[kind], back=by_name, contract=Contract(names={"output": "embed"}))
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
 
 
 # What is wrong with copies.
@@ -257,9 +258,9 @@ def faulty(number: int, fault: Callable[[Tensor], Tensor]) -> Callable[[nn.Modul
 @pytest.mark.parametrize("kind", ["one block", "tied", "three ways", "one bias"])
 def test_copies_that_nobody_summed(whitebox: WhiteBox, kind: str) -> None:
     verdict = judged(whitebox, *RIGHT[kind][:2], ())
-    assert verdict.verdict == "fail"
-    assert {cause.kind for cause in verdict.cause} == {"tied-not-summed"}, str(verdict)
-    golden(verdict.cause[0].detail, numbers=False)
+    assert verdict.outcome == "fail"
+    assert {cause.kind for cause in verdict.causes} == {"tied-not-summed"}, str(verdict)
+    golden(verdict.causes[0].detail, numbers=False)
     assert not verdict.undecided
 
 
@@ -269,15 +270,16 @@ FAULTS = {"scale": lambda g: g / 3, "tied-doubled": lambda g: 2 * g, "zero": tor
 @pytest.mark.parametrize(*each_once(kind=FAULTS, number=[-1, 2]))
 def test_copies_of_which_each_or_one_is_wrong(whitebox: WhiteBox, kind: str, number: int) -> None:
     verdict = judged(whitebox, *RIGHT["tied"], after=faulty(number, FAULTS[kind]))
-    assert verdict.verdict == "fail"
-    assert {cause.kind for cause in verdict.cause} == {kind}, str(verdict)
-    assert {cause.parameter for cause in verdict.cause} == {"embed.weight"}
+    assert verdict.outcome == "fail"
+    assert {cause.kind for cause in verdict.causes} == {kind}, str(verdict)
+    assert {cause.parameter for cause in verdict.causes} == {"embed.weight"}
     assert "has ;" not in verdict.details
-    assert not verdict.cause[0].detail.endswith("has ")
+    assert not verdict.causes[0].detail.endswith("has ")
     if number > 0:
-        assert {cause.stage for cause in verdict.cause} == {number}
+        assert {cause.stage for cause in verdict.causes} == {number}
 
 
+@pytest.mark.sweep
 def test_a_copy_that_began_with_other_weights(whitebox: WhiteBox) -> None:
     def stages(model: Any) -> list[nn.Module]:
         made = cross(model)
@@ -287,9 +289,10 @@ def test_a_copy_that_began_with_other_weights(whitebox: WhiteBox) -> None:
 
     verdict = judged(whitebox, Cross, stages, ("block",))
     assert verdict.law("initial-weights").outcome == "fail"
-    assert (verdict.cause[0].stage, verdict.cause[0].parameter) == (1, "block.0.weight")
+    assert (verdict.causes[0].stage, verdict.causes[0].parameter) == (1, "block.0.weight")
 
 
+@pytest.mark.sweep
 def test_what_the_reference_uses_once_has_no_copies(whitebox: WhiteBox) -> None:
     def stages(model: Any) -> list[nn.Module]:
         made = tied(model)
@@ -298,4 +301,4 @@ def test_what_the_reference_uses_once_has_no_copies(whitebox: WhiteBox) -> None:
 
     verdict = judged(whitebox, Tied, stages, ("embed",))
     assert verdict.law("parameters-once").wrong == 2
-    assert [cause.kind for cause in verdict.cause] == ["partition"]
+    assert [cause.kind for cause in verdict.causes] == ["partition"]

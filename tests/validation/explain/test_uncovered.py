@@ -11,10 +11,10 @@ from pipeproof.explain.uncovered import with_uncovered
 from tests.support.golden import golden
 
 TIED = Mismatch("tied-copies", 1, parameter="embed")
-LOSS = Mismatch("loss", 1, what="number", found=2.0, due=1.0, microbatch=2)
+LOSS = Mismatch("loss", 1, what="number", observed=2.0, expected=1.0, microbatch=2)
 LAST = Mismatch("gradient", 1, stage=1, parameter="w", error=1.0, limit=1e-6)
 FIRST = Mismatch("gradient", 1, stage=0, parameter="v", error=1.0, limit=1e-6)
-CALLS = Mismatch("microbatches", 1, stage=0, what="forward", found=(0, 0), due=(0, 1))
+CALLS = Mismatch("microbatches", 1, stage=0, what="forward", observed=(0, 0), expected=(0, 1))
 
 
 def left(
@@ -25,9 +25,9 @@ def left(
     operation: str = "train",
 ) -> tuple[str, ...]:
     verdict = Verdict("case", "fail", "none", (), wrong, causes, undecided=unknown)
-    due = SimpleNamespace(update=SimpleNamespace(shared=frozenset({(0, "embed"), (1, "embed")})))
+    expected = SimpleNamespace(update=SimpleNamespace(shared=frozenset({(0, "embed"), (1, "embed")})))
     found = SimpleNamespace(unknown=unknown)
-    evidence: Any = SimpleNamespace(due=due, stages=2, attribution=found, gradients=gradients, playable=None)
+    evidence: Any = SimpleNamespace(right=expected, stages=2, attribution=found, gradients=gradients, playable=None)
     evidence.operation = operation
     return with_uncovered(verdict, evidence).undecided
 

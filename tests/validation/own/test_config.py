@@ -138,15 +138,16 @@ def test_a_config_alone_says_which_case(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.pipeproof_ranks
 def test_a_config_is_validated_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, expected, seen = written(tmp_path / "step.json"), str(tmp_path / "expected"), str(tmp_path / "seen")
-    assert main(["validate", "--config", file, "--record", seen]) == 0
+    file, expected, observed = written(tmp_path / "step.json"), str(tmp_path / "expected"), str(tmp_path / "observed")
+    assert main(["validate", "--config", file, "--record", observed]) == 0
     assert "1 pass" in capsys.readouterr().out
     assert main(["record", "--config", file, "--out", expected]) == 0
     golden(capsys.readouterr().out)
-    assert main(["diff", expected, seen]) == 0
+    assert main(["diff", expected, observed]) == 0
     golden(capsys.readouterr().out.splitlines()[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_planted_fault_in_a_config_fails(tmp_path: Path) -> None:
     assert main(["validate", "--config", written(tmp_path / "step.json", specimen="layernorm-zero")]) == 1

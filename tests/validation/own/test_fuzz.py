@@ -79,11 +79,11 @@ def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
 def test_a_failure_shrinks_to_the_least_that_fails() -> None:
     def run(case: Case, world: World) -> Verdict:
         wrong = case.microbatches >= 3 and case.ranks >= 2
-        return replace(PASS, verdict="fail", config=str(case)) if wrong else PASS
+        return replace(PASS, outcome="fail", config=str(case)) if wrong else PASS
 
     _, (tally, found) = campaign(200, 0, run)  # type: ignore[misc]
     assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
-    assert found.verdict.verdict == "fail"
+    assert found.verdict.outcome == "fail"
     assert found.repeated
     assert tally.verdicts["fail"] > 0
 
@@ -93,7 +93,7 @@ def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
 
     def run(case: Case, world: World) -> Verdict:
         ran.append(case)
-        return replace(PASS, verdict="fail", config=str(case)) if len(ran) == 3 else PASS
+        return replace(PASS, outcome="fail", config=str(case)) if len(ran) == 3 else PASS
 
     _, (tally, found) = campaign(20, 0, run)  # type: ignore[misc]
     assert found.case == ran[2]
@@ -108,7 +108,7 @@ def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() ->
     def run(case: Case, world: World) -> Verdict:
         ran.append(case)
         once = case.ranks == 1 and ran.count(case) == 1 and any(other.ranks > 2 for other in ran)
-        return replace(PASS, verdict="fail") if case.ranks > 2 or once else PASS
+        return replace(PASS, outcome="fail") if case.ranks > 2 or once else PASS
 
     _, (_, found) = campaign(50, 0, run)  # type: ignore[misc]
     assert found.repeated
@@ -116,13 +116,13 @@ def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() ->
 
 
 def test_unknown_is_not_a_pass_either() -> None:
-    _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, verdict="unknown"))  # type: ignore[misc]
-    assert found.verdict.verdict == "unknown"
+    _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, outcome="unknown"))  # type: ignore[misc]
+    assert found.verdict.outcome == "unknown"
 
 
 def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
     differs = Mismatch("gradient", 1, error=3e-3, limit=6e-2)
-    coarse = replace(PASS, verdict="unknown", mismatches=(differs,))
+    coarse = replace(PASS, outcome="unknown", mismatches=(differs,))
     ran, (tally, found) = campaign(5, 0, lambda case, world: coarse)  # type: ignore[misc]
     assert found is None
     assert [one.case for one in tally.undecided] == ran
@@ -152,7 +152,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
     assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
     assert found.verdict is not None
     assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
-    assert validate(Case.parse(str(smallest)), world).verdict == "fail"
+    assert validate(Case.parse(str(smallest)), world).outcome == "fail"
 
 
 def test_what_decides_a_case_shrinks_with_it() -> None:
@@ -163,7 +163,7 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
         wrong = case.microbatches > 2 and world.transport in (Transport.PAIR, Transport.RANK) and world.seed > 40
         assert not (world.room and RULES[world.transport].by_name)
         rooms.add(world.room)
-        return replace(PASS, verdict="fail") if wrong else PASS
+        return replace(PASS, outcome="fail") if wrong else PASS
 
     tally = Tally(200)
     with SimulatedWorld() as world:
@@ -186,6 +186,7 @@ def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> Non
         assert len(tally.transports) == count
 
 
+@pytest.mark.sweep
 def test_a_rank_that_dies_is_a_finding(world: World) -> None:
     def run(case: Case, world: World) -> Verdict:
         world.run(die, ranks=1)

@@ -55,19 +55,21 @@ def test_operations_have_different_data_and_ranks_the_same() -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.sweep
 def test_every_rank_reports_every_operation(world: World) -> None:
     case = Case("1f1b", 2, 1, 3, (1, 1), model="mlp")
-    seen = observe(case, world)
-    assert [[op.operation for op in rank] for rank in seen.ranks] == [list(case.plan)] * 2
+    observed = observe(case, world)
+    assert [[op.operation for op in rank] for rank in observed.ranks] == [list(case.plan)] * 2
     names = {name for name, _ in build_model("mlp", layers=2, seed=0).named_parameters()}
     for number, operation in enumerate(case.plan):
-        gradients = {name for _, name in seen.gradients(number)}
+        gradients = {name for _, name in observed.gradients(number)}
         assert gradients == (names if operation == "train" else set())
-        known = [len(rank[number].losses) for rank in seen.ranks]
+        known = [len(rank[number].losses) for rank in observed.ranks]
         assert known == ([0, 3] if operation == "accumulate" else [3, 3])
-    assert seen.ranks[0][0].norm == seen.ranks[1][0].norm
+    assert observed.ranks[0][0].norm == observed.ranks[1][0].norm
 
 
+@pytest.mark.sweep
 def test_two_runs_of_a_case_give_the_same_bits(world: World) -> None:
     case = Case("gpipe", 2, 1, 3, (1, 1), model="gpt", plan=("train",))
     one, two = (observe(case, world).gradients(0) for _ in range(2))
@@ -83,15 +85,15 @@ def planted(context: RankContext, case: Case, place: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("place", "law", "recorded"),
     [
-        ("own.observe.WatchedStage._note", "not seen", True),
+        ("own.observe.WatchedStage._note", "not observed", True),
         ("core.observe.recorder.RecordedStage.weights", "pass", False),
-        ("core.observe.recorder.RecordedStage._flowed", "pass", False),
+        ("core.observe.recorder.RecordedStage._on_flow", "pass", False),
     ],
 )
 def test_an_observer_that_raises_leaves_the_step_as_it_is(world: World, place: str, law: str, recorded: bool) -> None:
     case = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
-    seen = as_one(case, [tuple(row) for row in world.run(planted, case, place, ranks=2)])
-    verdict = judge(case, seen)
-    assert (verdict.verdict, verdict.law("microbatches").outcome) == ("pass", law), str(verdict)
-    assert (seen.recording(0) is not None) == recorded
-    assert ("planted" in verdict.law("microbatches").note) == (law == "not seen")
+    observed = as_one(case, [tuple(row) for row in world.run(planted, case, place, ranks=2)])
+    verdict = judge(case, observed)
+    assert (verdict.outcome, verdict.law("microbatches").outcome) == ("pass", law), str(verdict)
+    assert (observed.recording(0) is not None) == recorded
+    assert ("planted" in verdict.law("microbatches").note) == (law == "not observed")

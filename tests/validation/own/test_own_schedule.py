@@ -83,6 +83,7 @@ def test_a_lawless_file_is_no_case(tmp_path: Path) -> None:
         Case.parse(f"{path} r1 s1 m1")
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_the_command_runs_a_file_and_the_line_that_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -106,6 +107,7 @@ sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 
 
+@pytest.mark.sweep
 def test_under_torchrun_the_file_is_needed_where_rank_0_is(torchrun: Callable[..., Ended], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ELSEWHERE)
     (tmp_path / "mine.csv").write_text(FILES["a program of torch 2.15"])

@@ -13,7 +13,7 @@ CASE = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train options=unscaled 
 SITE = (0, "weight")
 
 
-def seen(gradient: Tensor | None, parameter: float = 1.0) -> RankOperation:
+def observed(gradient: Tensor | None, parameter: float = 1.0) -> RankOperation:
     ran = tuple(Action(0, kind, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(2))
     called = ((ran[0], True), (ran[1], True))
     parameters = {SITE: torch.full((2,), parameter)}
@@ -27,34 +27,34 @@ def broken(*rows: RankOperation) -> list[Claim]:
 
 
 def test_microbatches_are_numbered_over_all_replicas() -> None:
-    one = as_one(CASE, [(seen(torch.ones(2)),), (seen(torch.ones(2)),)])
+    one = as_one(CASE, [(observed(torch.ones(2)),), (observed(torch.ones(2)),)])
     assert one.forwards(0) == {0: [0, 2, 1, 3]}
     assert one.backwards(0) == {0: [0, 2, 1, 3]}
     assert [rank[0].share for rank in one.ranks] == [(0, 2), (1, 3)]
-    assert sorted(action.microbatch for action, _ in one.called(0)) == [0, 1, 2, 3]
-    assert one.held(0) == [SITE]  # once, for all replicas
+    assert sorted(action.microbatch for action, _ in one.calls(0)) == [0, 1, 2, 3]
+    assert one.gradient_sites(0) == [SITE]  # once, for all replicas
 
 
 def test_equal_replicas_hold() -> None:
-    assert broken(seen(torch.ones(2)), seen(torch.ones(2))) == []
-    assert broken(seen(None), seen(None)) == []
+    assert broken(observed(torch.ones(2)), observed(torch.ones(2))) == []
+    assert broken(observed(None), observed(None)) == []
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (seen(torch.ones(2) * (1 + 1e-7)), "another gradient than rank 0's, relative error 1.2e-07"),
-        (seen(None), "another gradient than rank 0's, which has one"),
-        (seen(torch.ones(2), parameter=2.0), "another parameter than rank 0's, relative error 1"),
+        (observed(torch.ones(2) * (1 + 1e-7)), "another gradient than rank 0's, relative error 1.2e-07"),
+        (observed(None), "another gradient than rank 0's, which has one"),
+        (observed(torch.ones(2), parameter=2.0), "another parameter than rank 0's, relative error 1"),
     ],
     ids=["gradient", "none", "parameter"],
 )
 def test_what_differs_is_said(other: RankOperation, words: str) -> None:
-    (claim,) = broken(seen(torch.ones(2)), other)
-    assert (claim.rank, claim.site, claim.seen) == (1, SITE, words)
+    (claim,) = broken(observed(torch.ones(2)), other)
+    assert (claim.rank, claim.site, claim.observed) == (1, SITE, words)
 
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     alone = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train runtime=torch")
-    row = (seen(torch.ones(2)),)
+    row = (observed(torch.ones(2)),)
     assert as_one(alone, [row]).ranks == (row,)

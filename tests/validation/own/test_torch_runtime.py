@@ -1,4 +1,4 @@
-"""torch's own pipelines under our plans: right ones pass, and what is known to be wrong in torch is seen to be."""
+"""torch's own pipelines under our plans: right ones pass, and what is known to be wrong in torch is observed to be."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeproof.core.observe.observed import RankOperation
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case, CaseError
-from pipeproof.own.findings import FINDINGS, Finding, known
+from pipeproof.own.findings import FINDINGS, Finding, is_known
 from pipeproof.own.fuzz import Tally, cases, fuzz
 from pipeproof.own.judgement import judge
 from pipeproof.own.replicated import as_one
@@ -46,7 +46,7 @@ def test_every_class_gives_what_the_reference_gives(schedule: str, world: World)
     virtual = VIRTUAL.get(schedule, 2)
     line = f"{schedule} r2 s{2 * virtual} m4 split={SPLIT[virtual]} model=pair plan=train+train runtime=torch"
     verdict = validate(sound(line, world), world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")  # torch divides by M, here a power of two
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")  # torch divides by M, here a power of two
 
 
 @pytest.mark.parametrize("schedule", ["naive", "zb-h2", "v-half", "1f1b"])
@@ -54,7 +54,7 @@ def test_a_schedule_of_ones_own_runs_on_torchs_runtime(schedule: str, world: Wor
     virtual = 2 if schedule == "v-half" else 1
     line = f"{schedule} r2 s{2 * virtual} m3 split={SPLIT[virtual]} model=dropout loss=tokens plan=accumulate+train"
     verdict = validate(sound(f"{line} options=unscaled runtime=torch-csv", world), world)
-    assert verdict.verdict == "pass"
+    assert verdict.outcome == "pass"
     gradient = verdict.law("gradient")
     assert gradient.exact == gradient.checked > 0  # losses are only as exact as they survive a division by the tokens
 
@@ -78,29 +78,32 @@ def test_a_finding_is_there_or_torch_has_mended_it(finding: object, world: World
     assert finding.verdict(world) in ({"fail", "raised", "pass"} if finding.name in mended else {"fail", "raised"})  # type: ignore[attr-defined]
 
 
+@pytest.mark.sweep
 def test_zeros_where_one_device_has_no_gradient_are_told(world: World) -> None:
     line = "looped-bfs r1 s2 m1 split=1,1 model=sometimes plan=train seed=1 options=unscaled runtime=torch"
     verdict = validate(Case.parse(line), world)
-    assert verdict.verdict == "pass"
+    assert verdict.outcome == "pass"
     golden(verdict.law("presence").note)
 
 
 def test_a_finding_shows_in_its_own_line_and_not_in_a_plain_case() -> None:
     plain = Case.parse("zb-h1 r2 s4 m4 split=1,1,1,1 model=mlp options=unscaled plan=train runtime=torch")
-    assert not known(plain, FINDINGS)
+    assert not is_known(plain, FINDINGS)
     for finding in FINDINGS:
         if not finding.csv:
             assert finding.shows(Case.parse(finding.line)), finding.name
 
 
+@pytest.mark.sweep
 def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
-    drawn = cases(runtime=TORCH, max_ranks=2).filter(lambda case: not known(case, FINDINGS))
+    drawn = cases(runtime=TORCH, max_ranks=2).filter(lambda case: not is_known(case, FINDINGS))
     tally = Tally(6)
     found = fuzz(world, tally, seed_=5, strategy=drawn)
     assert found is None, found
     assert tally.cases == 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "line",
     [
@@ -110,7 +113,7 @@ def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
 )
 def test_replicas_in_ddp_give_what_a_single_device_gives(line: str, world: World) -> None:
     verdict = validate(sound(f"{line} runtime=torch", world), world)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     replicas = verdict.law("replicas")
     assert replicas.exact == replicas.checked > 0
 
@@ -141,6 +144,7 @@ def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank],
     return observe_torch(context, case, plant=plant)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("plant", "laws"),
     [
@@ -156,7 +160,7 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
         return judge(case, as_one(case, rows))
 
     drawn = cases(runtime=TORCH, schedules=("gpipe",), models=("mlp",), max_ranks=2)
-    strategy = drawn.filter(lambda case: not known(case, FINDINGS))
+    strategy = drawn.filter(lambda case: not is_known(case, FINDINGS))
     found = fuzz(world, Tally(40), seed_=1, strategy=strategy, run=run)
     assert found is not None
     assert found.verdict is not None, found.failure
@@ -190,8 +194,8 @@ def test_what_torch_cannot_run_is_a_sentence(line: str, why: str) -> None:
 
 
 def test_a_finding_that_shows_in_most_runs_is_tried_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter(["pass", "raised"])
-    monkeypatch.setattr(Finding, "_tried", lambda self, world: next(seen))
+    observed = iter(["pass", "raised"])
+    monkeypatch.setattr(Finding, "_try", lambda self, world: next(observed))
     assert Finding("now and then", "", lambda case: True, tries=6).verdict(object()) == "raised"  # type: ignore[arg-type]
-    monkeypatch.setattr(Finding, "_tried", lambda self, world: "pass")
+    monkeypatch.setattr(Finding, "_try", lambda self, world: "pass")
     assert Finding("mended", "", lambda case: True, tries=2).verdict(object()) == "pass"  # type: ignore[arg-type]

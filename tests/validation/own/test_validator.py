@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.core.verdict import ValidationFailed
 from pipeproof.own.case import MODELS, Case
-from pipeproof.own.validator import crashed, refusal, refused, validate
+from pipeproof.own.validator import crash_verdict, refusal, refusal_verdict, validate
 from pipeproof.pipeline.laws import Violation
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
@@ -35,18 +35,19 @@ def case_of(shape: str, model: str, microbatches: int = 5, **more: object) -> Ca
 @pytest.mark.parametrize(*each_once(model=MODELS, shape=["naive", "gpipe", "1f1b", "interleaved"]))
 def test_every_schedule_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
     verdict = validate(case_of(shape, model, loss="tokens", ragged=True, unequal=True), world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
     exercised = {law.name for law in verdict.laws if law.outcome == "pass"}
     only = {"tied-copies": "gpt-tied", "buffers": "batchnorm"}
     assert {law.name for law in verdict.laws} - exercised == {law for law, owner in only.items() if owner != model}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     *each_once(microbatches=[1, 2, 3, 4, 7], shape=["gpipe", "1f1b", "1f1b on three", "interleaved deep", "one rank"])
 )
 def test_any_number_of_microbatches(world: World, shape: str, microbatches: int) -> None:
     verdict = validate(case_of(shape, "mlp", microbatches, plan=("train",)), world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
 
 
 @pytest.mark.sampled(3)
@@ -54,7 +55,7 @@ def test_any_number_of_microbatches(world: World, shape: str, microbatches: int)
 def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
     case = case_of(shape, model, dtype="bf16", loss="tokens", ragged=True, unequal=True)
     verdict = validate(case, world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
     assert verdict.law("updated-parameters").exact > 0
 
 
@@ -67,15 +68,17 @@ def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: 
 def test_faults_are_caught_in_every_dtype(world: World, name: str, dtype: str) -> None:
     planted = SPECIMENS[name]
     verdict = validate(replace(Case.parse(planted.smallest), specimen=name, dtype=dtype), world)
-    assert (verdict.verdict, verdict.law(planted.law).outcome) == ("fail", "fail")
+    assert (verdict.outcome, verdict.law(planted.law).outcome) == ("fail", "fail")
 
 
+@pytest.mark.sweep
 def test_a_tie_within_one_rank_is_summed_too(world: World) -> None:
     verdict = validate(case_of("one rank", "gpt-tied"), world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")
     assert verdict.law("tied-copies").checked > 0
 
 
+@pytest.mark.sweep
 def test_a_verdict_can_be_raised(world: World) -> None:
     validate(case_of("1f1b", "mlp", plan=("train",)), world).raise_if_failed()
     wrong = validate(case_of("1f1b", "mlp", plan=("train",), specimen="stage-negated"), world)
@@ -88,24 +91,26 @@ def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
     case = case_of("1f1b", "mlp", plan=("train",))
     order = Violation("local-order", "0B0 comes before 0F0", 0)
     wait = Violation("deadlock", "rank 0 waits at 0B0")
-    assert [(c.kind, c.rank) for c in refused(case, [order, wait]).cause] == [("order", 0)]
-    assert [c.kind for c in refused(case, [wait]).cause] == ["deadlock"]
-    assert refused(case, [order]).verdict == "fail"
+    assert [(c.kind, c.rank) for c in refusal_verdict(case, [order, wait]).causes] == [("order", 0)]
+    assert [c.kind for c in refusal_verdict(case, [wait]).causes] == ["deadlock"]
+    assert refusal_verdict(case, [order]).outcome == "fail"
 
 
 def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
     case = case_of("1f1b", "mlp", plan=("train",))
     raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
-    assert [(c.kind, c.rank, c.detail) for c in crashed(case, raised).cause] == [("crash", 0, "raised ValueError: bad")]
-    text = crashed(case, raised).details
+    assert [(c.kind, c.rank, c.detail) for c in crash_verdict(case, raised).causes] == [
+        ("crash", 0, "raised ValueError: bad")
+    ]
+    text = crash_verdict(case, raised).details
     golden("\n".join(text.splitlines()[:2]))
     assert text.count("raised ValueError: bad") == 1
     stuck = RankFailed([RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1")])
-    golden(crashed(case, stuck).details.splitlines()[0])
-    assert crashed(case, stuck).exit_status == crashed(case, raised).exit_status == 3
-    assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]
-    busy = crashed(case, RankFailed([RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin")]))
-    assert busy.cause == (), "it failed nothing"
+    golden(crash_verdict(case, stuck).details.splitlines()[0])
+    assert crash_verdict(case, stuck).exit_status == crash_verdict(case, raised).exit_status == 3
+    assert [(c.kind, c.rank, c.stage) for c in crash_verdict(case, stuck).causes] == [("deadlock", 0, None)]
+    busy = crash_verdict(case, RankFailed([RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin")]))
+    assert busy.causes == (), "it failed nothing"
     golden(busy.details.splitlines()[0])
 
 
@@ -115,8 +120,8 @@ def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs() ->
         for name in ("receive-missing", "sends-last"):
             planted = SPECIMENS[name]
             verdict = validate(Case.parse(f"{planted.smallest} specimen={name}"), world)
-            assert (verdict.verdict, verdict.exit_status) == ("fail", 1)
-            assert [cause.kind for cause in verdict.cause] == [planted.fault.kind]
+            assert (verdict.outcome, verdict.exit_status) == ("fail", 1)
+            assert [cause.kind for cause in verdict.causes] == [planted.fault.kind]
             golden(verdict.details.splitlines()[0])
             assert f"{planted.law}: " in verdict.failure
     assert refusal(Case.parse(planted.smallest)) is None

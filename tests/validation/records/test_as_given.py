@@ -93,8 +93,8 @@ SHOWN: dict[str, Comparing] = {
 
 
 def test_what_is_as_it_should_be_passes() -> None:
-    assert judged(reported).verdict == "pass"
-    assert judged(reported, timeout_s=2.5, operation=0, rename=lambda _, name: name).verdict == "pass"
+    assert judged(reported).outcome == "pass"
+    assert judged(reported, timeout_s=2.5, operation=0, rename=lambda _, name: name).outcome == "pass"
 
 
 @pytest.mark.parametrize("name", GIVEN)

@@ -7,7 +7,7 @@ import pytest
 
 from pipeproof.own.case import Case
 from pipeproof.own.observe import observe
-from pipeproof.records.case_record import backwards_of, config_of, expected_record, observed_record
+from pipeproof.records.case_record import backwards_of, config_of, record_expected, record_observed
 from pipeproof.records.compare import compare
 from pipeproof.worlds.world import World
 
@@ -33,7 +33,7 @@ def test_a_config_says_what_the_line_says_and_what_numbers_depend_on() -> None:
 
 
 def test_what_is_expected_has_every_number_and_its_floor() -> None:
-    first, middle, last = expected_record(CASE).operations
+    first, middle, last = record_expected(CASE).operations
     assert [len(one.losses) for one in (first, middle, last)] == [3, 3, 3]
     assert (middle.gradients, middle.norm, middle.floors) == ({}, None, None)
     assert first.gradients.keys() == first.before.keys() == first.parameters.keys()
@@ -45,20 +45,21 @@ def test_what_is_expected_has_every_number_and_its_floor() -> None:
 
 
 def test_runs_of_any_schedule_agree_with_what_is_expected_of_one(world: World) -> None:
-    expected = expected_record(CASE)
+    expected = record_expected(CASE)
     assert expected.places["head.logits.weight"] == ((1, 1),)
     for text, tier in ((str(CASE), "bitwise"), (f"zb-v r1 s2 m3 split=1,1 model=gpt-tied {PLAN} unequal seed=3", None)):
         case = Case.parse(text)
-        verdict = compare(expected, observed_record(case, observe(case, world)))
-        assert verdict.verdict == "pass", str(verdict)
+        verdict = compare(expected, record_observed(case, observe(case, world)))
+        assert verdict.outcome == "pass", str(verdict)
         assert tier is None or verdict.tier == tier
         assert verdict.law("gradient").checked == 2 * len(expected.places)
 
 
+@pytest.mark.sweep
 def test_a_planted_fault_is_found_in_the_record_of_its_run(world: World) -> None:
     case = Case.parse(f"{CASE} specimen=layernorm-zero")
-    verdict = compare(expected_record(CASE), observed_record(case, observe(case, world)))
-    assert verdict.verdict == "fail"
+    verdict = compare(record_expected(CASE), record_observed(case, observe(case, world)))
+    assert verdict.outcome == "fail"
     assert {law.name for law in verdict.laws if law.outcome == "fail"} >= {"gradient", "grad-norm"}
     assert (found := verdict.mismatches[0]).rank == found.stage == 1
     assert found.parameter == "blocks.1.norm_1.weight"
@@ -66,4 +67,4 @@ def test_a_planted_fault_is_found_in_the_record_of_its_run(world: World) -> None
 
 def test_of_an_unknown_kind_of_case_there_is_no_record() -> None:
     with pytest.raises(ValueError, match="unknown model"):
-        expected_record(Case.parse("1f1b r1 s1 m1 model=lstm"))
+        record_expected(Case.parse("1f1b r1 s1 m1 model=lstm"))

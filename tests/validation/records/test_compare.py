@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from pipeproof.own.case import Case
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordedOperation, RecordError
 from tests.support.golden import golden
 from tests.support.sweeps import each_once, some
 
-EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
-REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
+EXPECTED = record_expected(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
+REVERSED = record_expected(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
 WEIGHT = "blocks.1.linear.weight"
 
 
@@ -39,14 +39,14 @@ def with_one(kind: str, change: Callable[[Any], object], name: str = WEIGHT) -> 
 
 def test_the_same_record_agrees_bit_for_bit() -> None:
     verdict = compare(EXPECTED, EXPECTED, rerun="pipeproof compare a b")
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")
     assert verdict.replay.split() == ["pipeproof", "compare", "a", "b"]
     assert verdict.law("buffers").checked > 0
 
 
 def test_another_order_of_addition_agrees_within_rounding() -> None:
     verdict = compare(EXPECTED, REVERSED)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert 0 < verdict.law("gradient").worst < 1e-6
     assert verdict.law("gradient").floor > 0
 
@@ -55,27 +55,27 @@ def test_another_order_of_addition_agrees_within_rounding() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_the_tier_is_that_of_the_numbers_compared(dtype: str, floors: bool) -> None:
     text = f"r2 s2 m4 split=1,1 model=mlp dtype={dtype} plan=train seed=1"
-    one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
+    one, other = (record_expected(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
     one = one if floors else changed(one, floors=None)
     verdict = compare(one, other)
-    assert (verdict.verdict, verdict.tier) == ("pass", dtype), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", dtype), str(verdict)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", some(["gpt-tied", "twice", "pair", "frozen"], left=["pair", "frozen"]))
 def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
     text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"
-    one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
-    assert compare(one, other).verdict == "pass", str(compare(one, other))
+    one, other = (record_expected(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
+    assert compare(one, other).outcome == "pass", str(compare(one, other))
     bare = replace(one, operations=tuple(replace(each, floors=None) for each in one.operations))
-    assert compare(bare, other).verdict == "pass", str(compare(bare, other))
+    assert compare(bare, other).outcome == "pass", str(compare(bare, other))
 
 
 def test_without_floors_rounding_still_is_no_fault() -> None:
     bare = replace(EXPECTED, operations=tuple(replace(one, floors=None) for one in EXPECTED.operations))
-    assert compare(bare, REVERSED).verdict == "pass"
+    assert compare(bare, REVERSED).outcome == "pass"
     small = changed(bare, **with_one("gradients", lambda g: g * (1 + 2e-5))(bare.operations[0]))
-    assert compare(bare, small).verdict == "unknown"
+    assert compare(bare, small).outcome == "unknown"
 
 
 FAULTS: Mapping[str, tuple[Callable[[RecordedOperation], Any], str]] = {
@@ -100,7 +100,7 @@ def test_every_number_that_is_wrong_is_a_failure_with_its_place(name: str, numbe
     change, where = FAULTS[name]
     wrong = changed(EXPECTED, number, **change(EXPECTED.operations[number]))
     verdict = compare(EXPECTED, wrong)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     law = name.removeprefix("no ").removeprefix("whole ").removeprefix("fewer ").removeprefix("zero ")
     first = verdict.mismatches[0]
     assert first.law == law.replace("losses", "loss")
@@ -113,14 +113,14 @@ def test_a_parameter_held_by_none_or_by_two_is_a_failure(count: int) -> None:
     places = {**EXPECTED.places, WEIGHT: ((0, 0), (1, 1))[:count]}
     verdict = compare(EXPECTED, replace(EXPECTED, places=places))
     assert verdict.law("parameters-once").outcome == "fail"
-    assert verdict.mismatches[0].seen == f"held {count} times"
+    assert verdict.mismatches[0].observed_text == f"held {count} times"
 
 
 def test_a_parameter_that_only_one_record_knows_is_a_failure() -> None:
     gradients = {**EXPECTED.operations[0].gradients, "extra": torch.ones(2)}
     places = {**EXPECTED.places, "extra": ((0, 0),)}
     verdict = compare(EXPECTED, replace(changed(EXPECTED, gradients=gradients), places=places))
-    assert (verdict.mismatches[0].parameter, verdict.mismatches[0].expected) == ("extra", "held 0 times")
+    assert (verdict.mismatches[0].parameter, verdict.mismatches[0].expected_text) == ("extra", "held 0 times")
 
 
 def test_what_comes_after_the_first_difference_is_consequence() -> None:
@@ -131,7 +131,7 @@ def test_what_comes_after_the_first_difference_is_consequence() -> None:
 
 def test_numbers_that_are_none_are_no_pass() -> None:
     nan = changed(EXPECTED, losses=(float("nan"),) * 3)
-    assert compare(EXPECTED, nan).verdict == "fail"
+    assert compare(EXPECTED, nan).outcome == "fail"
     assert compare(nan, EXPECTED).law("loss").outcome == "unknown"
 
 
@@ -145,14 +145,14 @@ def test_an_expected_gradient_of_zero_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("observed", "words"),
     [
         (
-            expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train seed=3")),
+            record_expected(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train seed=3")),
             r"operations train\+train and train; their configs differ in plan \(train\+train, train\)",
         ),
         (
-            expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=4")),
+            record_expected(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=4")),
             r"microbatches that are not the same: microbatch 0 first; their configs differ in seed \(3, 4\)",
         ),
         (
@@ -166,9 +166,9 @@ def test_an_expected_gradient_of_zero_proves_nothing() -> None:
         ),
     ],
 )
-def test_records_of_other_steps_are_refused_in_a_sentence(seen: Record, words: str) -> None:
+def test_records_of_other_steps_are_refused_in_a_sentence(observed: Record, words: str) -> None:
     with pytest.raises(RecordError, match=words) as refusal:
-        compare(EXPECTED, seen)
+        compare(EXPECTED, observed)
     assert "\n" not in str(refusal.value)
 
 
@@ -185,24 +185,24 @@ def test_what_one_record_lacks_is_no_pass(law: str, gap: dict[str, Any], words: 
     """As where a rank died half way."""
     lacking = changed(EXPECTED, number, **gap)
     verdict = compare(lacking, EXPECTED)
-    assert (verdict.verdict, verdict.law(law).outcome) == ("unknown", "unknown")
+    assert (verdict.outcome, verdict.law(law).outcome) == ("unknown", "unknown")
     assert words.partition(" {}")[0] in verdict.law(law).note
-    assert compare(EXPECTED, lacking).verdict in ("unknown", "fail")
+    assert compare(EXPECTED, lacking).outcome in ("unknown", "fail")
     wrong = changed(EXPECTED, 1, losses=(9.0, 9.0, 9.0))
-    assert compare(changed(EXPECTED, 0, **gap), wrong).verdict == "fail", "what is wrong later is seen all the same"
+    assert compare(changed(EXPECTED, 0, **gap), wrong).outcome == "fail", "what is wrong later is observed all the same"
 
 
 def test_a_run_that_kept_no_first_weights_is_judged_all_the_same() -> None:
     """Those before its second step are no first weights."""
-    assert compare(EXPECTED, changed(EXPECTED, 0, before={})).verdict == "pass"
-    assert compare(changed(EXPECTED, 0, before={}), EXPECTED).verdict != "fail"
+    assert compare(EXPECTED, changed(EXPECTED, 0, before={})).outcome == "pass"
+    assert compare(changed(EXPECTED, 0, before={}), EXPECTED).outcome != "fail"
 
 
 def test_one_gradient_that_one_record_lacks_is_named() -> None:
     gradients = {name: one for name, one in EXPECTED.operations[0].gradients.items() if name != WEIGHT}
     lacking = changed(EXPECTED, gradients=gradients)
-    for expected, seen, side in ((EXPECTED, lacking, "seen"), (lacking, EXPECTED, "expected")):
-        verdict = compare(expected, seen)
+    for expected, observed, side in ((EXPECTED, lacking, "observed"), (lacking, EXPECTED, "expected")):
+        verdict = compare(expected, observed)
         for law in (verdict.law("gradient"), verdict.law("presence")):
             assert law.left_out == (WEIGHT,)
             assert law.note == f"nothing is {side} of it: {WEIGHT}", "once, with the reason"
@@ -214,10 +214,10 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
 
     wrong = changed(EXPECTED, losses=(9.0, 9.0, 9.0))
     with monkeypatch.context() as patch:
-        patch.setattr("pipeproof.records.compare.explained", crash)
+        patch.setattr("pipeproof.records.compare.explain_verdict", crash)
         verdict = compare(EXPECTED, wrong)
-        assert (verdict.verdict, verdict.cause) == ("fail", ())
+        assert (verdict.outcome, verdict.causes) == ("fail", ())
         assert verdict.unsought.partition(":")[0] == ZeroDivisionError.__name__
     monkeypatch.setattr("pipeproof.core.comparison.Comparison.norm", crash)
-    assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
+    assert [compare(EXPECTED, one).outcome for one in (EXPECTED, wrong)] == ["unknown", "fail"]
     assert compare(EXPECTED, EXPECTED).stopped.partition(":")[0] == ZeroDivisionError.__name__

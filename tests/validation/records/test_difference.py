@@ -9,15 +9,15 @@ import pytest
 
 from pipeproof.core.verdict import JUDGED
 from pipeproof.own.case import Case
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.difference import Difference, difference
 from pipeproof.records.record import OtherSteps, Record, config_differences
 from tests.support.golden import golden
 
 LINE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=3"
-ONE = expected_record(Case.parse(LINE))
-OTHER = expected_record(Case.parse(LINE.replace("1f1b r2 s2 m3 split=1,1", "gpipe r1 s1 m3 split=2")))
+ONE = record_expected(Case.parse(LINE))
+OTHER = record_expected(Case.parse(LINE.replace("1f1b r2 s2 m3 split=1,1", "gpipe r1 s1 m3 split=2")))
 
 
 def run_of(record: Record, config: Mapping[str, object] = {}, **fields: Any) -> Record:
@@ -49,15 +49,15 @@ def test_another_order_of_sums_is_rounding_and_its_size_is_told() -> None:
     golden(found.said)
     sizes = re.fullmatch(r"a gradient by (\S+), where rounding alone makes (\S+)", found.size)
     assert sizes, found.size
-    seen, alone = map(float, sizes.groups())  # which digits they have depends on the CPU's vector units
-    assert 1e-8 < seen < 4 * alone < 4e-6
+    observed, alone = map(float, sizes.groups())  # which digits they have depends on the CPU's vector units
+    assert 1e-8 < observed < 4 * alone < 4e-6
 
 
 def test_fields_that_order_sums_explain_what_numbers_of_a_coarse_dtype_leave_open() -> None:
     """Steps of some parameters vanish in the rounding of bf16, so that numbers alone are no proof."""
     line = "r2 s2 m4 split=1,1 model=mlp dtype=bf16 plan=train seed=3"
-    one, other = (expected_record(Case.parse(f"{name} {line}")) for name in ("1f1b", "gpipe"))
-    assert compare(one, other).verdict == "unknown"
+    one, other = (record_expected(Case.parse(f"{name} {line}")) for name in ("1f1b", "gpipe"))
+    assert compare(one, other).outcome == "unknown"
     found = why(run_of(one), run_of(other))
     assert (found.reason, found.fields) == ("rounding", ("schedule",)), found.said
     assert found.size
@@ -82,7 +82,7 @@ def test_numbers_that_differ_without_a_field_that_says_why_are_not_explained_by_
     ],
 )
 def test_a_field_that_asks_for_another_answer_is_named(line: str, fields: tuple[str, ...]) -> None:
-    found = why(run_of(ONE), expected_record(Case.parse(line)))
+    found = why(run_of(ONE), record_expected(Case.parse(line)))
     assert (found.reason, found.fields) == ("asked", fields), found.said
     golden(found.said)
 
@@ -107,7 +107,7 @@ def test_a_side_that_is_wrong_by_its_own_config_is_named(sides: tuple[str, ...])
 
 
 def test_a_fault_is_told_where_another_answer_was_asked_for_too() -> None:
-    seeded = expected_record(Case.parse(LINE.replace("seed=3", "seed=4")))
+    seeded = record_expected(Case.parse(LINE.replace("seed=3", "seed=4")))
     assert why(run_of(ONE), run_of(seeded, gradients=scaled(seeded, 2))).reason == "fault"
 
 
@@ -142,7 +142,7 @@ def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatc
     def crash(*_: object) -> Any:
         raise ZeroDivisionError("no reference")
 
-    monkeypatch.setattr("pipeproof.records.side.expected_record", crash)
+    monkeypatch.setattr("pipeproof.records.side.record_expected", crash)
     found = why(run_of(ONE), run_of(OTHER))
     assert found.reason == "unknown"
     golden(str(found.sides[0]).rpartition(" (")[0])

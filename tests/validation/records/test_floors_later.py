@@ -32,7 +32,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def checked(model: nn.Module, times: float, *, source: SingleDevice, late: Callable[[Data], object]) -> Verdict:
-    """A step whose first gradient is so many times what is due; ``late`` comes after it was compared."""
+    """A step whose first gradient is so many times what is expected; ``late`` comes after it was compared."""
     draw = torch.Generator().manual_seed(1)
     data = [(x, y) for x, y in torch.randn(4, 2, 3, 4, generator=draw)]
     with check_step(model, data, against=source) as check:
@@ -63,7 +63,7 @@ def test_floors_are_measured_once_where_bits_differ(
 
     monkeypatch.setattr(step_record, "_floors", counting)
     found = checked(build(), times, source=SingleDevice(build, loss_fn), late=lambda data: None)
-    assert (found.verdict, len(measured)) == (verdict, runs), str(found)
+    assert (found.outcome, len(measured)) == (verdict, runs), str(found)
     assert found.law("gradient").floor > 0 or not runs
 
 
@@ -72,7 +72,7 @@ def test_the_reference_runs_again_as_it_began() -> None:
     model = build()
     source = SingleDevice(lambda: model, loss_fn)
     found = checked(model, 1 + 2e-7, source=source, late=lambda data: [one.zero_() for one, _ in data])
-    assert found.verdict == "pass", str(found)
+    assert found.outcome == "pass", str(found)
     assert found.law("gradient").exact == 3
 
 
@@ -81,21 +81,23 @@ def test_a_reference_that_gives_another_loss_later_is_unknown(monkeypatch: pytes
         monkeypatch.setenv("FACTOR_OF_LOSS", "2")
 
     found = checked(build(), 1 + 2e-7, source=SingleDevice(build, loss_fn), late=late)
-    assert found.verdict == "unknown", str(found)
+    assert found.outcome == "unknown", str(found)
     golden(found.law("comparable").note, numbers=False)
 
 
 def test_what_waits_keeps_its_order_and_its_content() -> None:
-    later, made, due = FloorsLater(wait=True), list[object](), {"a": torch.ones(2), "b": torch.ones(2)}
-    later.gradient("a", torch.ones(2), due, lambda one: made.append(("a", one)))
+    later, made, expected = FloorsLater(wait=True), list[object](), {"a": torch.ones(2), "b": torch.ones(2)}
+    later.gradient("a", torch.ones(2), expected, lambda one: made.append(("a", one)))
     assert len(made) == 1
-    seen = torch.full((2,), 2.0)
-    later.gradient("b", seen, due, lambda one: made.append(("b", float(one.sum()) if one is not None else None)))
+    observed = torch.full((2,), 2.0)
+    later.gradient(
+        "b", observed, expected, lambda one: made.append(("b", float(one.sum()) if one is not None else None))
+    )
     later.enter(lambda: made.append("c"))
-    seen.zero_()
+    observed.zero_()
     assert len(made) == 1
     assert later.asks(Ledger([]))
-    for entry in later.settled():
+    for entry in later.settle():
         entry()
     assert made[1:] == [("b", 4.0), "c"]
     later.enter(lambda: made.append("d"), exact=False)
@@ -107,22 +109,22 @@ def test_nothing_is_fetched_once_no_rank_waits_any_more(
     times: float, floors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has its verdict takes back what it laid out: another that asks for it then would wait in vain."""
-    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, step_check.joined)
+    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, step_check.join_parts)
 
     def fetching(self: ReferenceBeside, name: str) -> Tensor:
         asked.append(name)
         return fetch(self, name)
 
-    def joining(parts: Sequence[StepPart], due: tuple[Record, int], **more: Any) -> Verdict:
+    def joining(parts: Sequence[StepPart], expected: tuple[Record, int], **more: Any) -> Verdict:
         asked.clear()
-        record, number = due
+        record, number = expected
         monkeypatch.setattr(record.operations[number].gradients, "_last", None)  # as of another rank
-        verdict = joined(parts, due, **more)
+        verdict = joined(parts, expected, **more)
         assert asked == []
         return verdict
 
     monkeypatch.setattr(ReferenceBeside, "fetch", fetching)
-    monkeypatch.setattr(step_check, "joined", joining)
+    monkeypatch.setattr(step_check, "join_parts", joining)
     source = SingleDevice(build, loss_fn, floors=floors)
     verdict = checked(build(), times, source=source, late=lambda data: None)
-    assert (verdict.verdict, verdict.stopped) == ("pass", "")
+    assert (verdict.outcome, verdict.stopped) == ("pass", "")

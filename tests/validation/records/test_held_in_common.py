@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract, SingleDevice, World, check_step
+from pipeproof import Contract, SingleDevice, StageByStage, World, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import FlatShard
 from pipeproof.worlds.worker import RankContext
@@ -64,15 +64,16 @@ def step(context: RankContext, fault: str) -> Verdict:
 @pytest.mark.parametrize("fault", ["", "copies"])
 def test_parts_are_put_together_and_copies_are_the_same(fault: str, world: World) -> None:
     for verdict in world.run(step, fault, ranks=2):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         assert verdict.law("gradient").checked == (2 if fault else 1)
         assert verdict.law("replicas").checked == 1
         assert [law.name for law in verdict.laws].count("shards") == (not fault)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
-    ("fault", "seen"),
+    ("fault", "observed"),
     [
         ("missing", "parts [0:6], [0:0] of [16]: not all of it"),
         ("silent", "parts [0:6], [0:0] of [16]: not all of it"),
@@ -80,41 +81,46 @@ def test_parts_are_put_together_and_copies_are_the_same(fault: str, world: World
         ("outside", "part [7:17] of [16]: it ends outside"),
     ],
 )
-def test_parts_that_make_up_no_whole_are_a_mismatch(fault: str, seen: str, world: World) -> None:
+def test_parts_that_make_up_no_whole_are_a_mismatch(fault: str, observed: str, world: World) -> None:
     for verdict in world.run(step, fault, ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(one.law, one.parameter, one.seen) for one in verdict.mismatches] == [("shards", "weight", seen)]
+        assert verdict.outcome == "fail", str(verdict)
+        assert [(one.law, one.parameter, one.observed_text) for one in verdict.mismatches] == [
+            ("shards", "weight", observed)
+        ]
         assert verdict.law("gradient").outcome == "unknown"
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_part_that_is_another_is_a_wrong_gradient(world: World) -> None:
     for verdict in world.run(step, "not-reduced", ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
+        assert verdict.outcome == "fail", str(verdict)
         assert verdict.law("shards").outcome == "pass"
         assert verdict.law("gradient").wrong == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_replicas_whose_gradients_differ_by_less_than_rounding_are_told(world: World) -> None:
     for verdict in world.run(step, "unequal", ranks=2):
         assert verdict.law("gradient").outcome == "pass", str(verdict)
         (told,) = verdict.mismatches
         assert (told.law, told.rank) == ("replicas", 1)
-        golden(told.seen)
+        golden(told.observed_text)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("fault", "note"),
     [
         ("mixed", "rank 0 has a part, rank 1 has all: weight"),
-        ("by index", "rank 0 has a part, rank 1 has nobody knows what: weight"),
+        ("by index", "rank 0 has a part, rank 1 has an unknown part: weight"),
     ],
 )
 def test_where_nobody_knows_what_goes_together_nothing_is_said(fault: str, note: str, world: World) -> None:
     for verdict in world.run(step, fault, ranks=2):
-        assert verdict.verdict == "unknown", str(verdict)
+        assert verdict.outcome == "unknown", str(verdict)
         assert note in verdict.law("shards").note
 
 
@@ -131,7 +137,7 @@ def bucketed(context: RankContext, composed: bool, cut: int, fault: str) -> Verd
     rank, model = context.rank, deep()
     data = pairs(4, width=WIDTH)[2 * rank : 2 * rank + 2]
     by = Contract(loss_divisor=4)
-    source = Composed(loss_fn, contract=by) if composed else SingleDevice(deep, loss_fn, by)
+    source = StageByStage(loss_fn, contract=by) if composed else SingleDevice(deep, loss_fn, by)
     with check_step({0: model}, data, against=source, timeout_s=20.0) as check:
         losses = [loss_fn(model(inputs), target) for inputs, target in data]
         torch.stack(losses).sum().div(4).backward()
@@ -177,4 +183,4 @@ def test_what_is_left_out_beside_flat_parts_is_no_part(
     if composed and fault == "gap":  # it does not judge what ranks have in common
         assert (verdict.law("gradient").outcome, verdict.law("gradient").left_out) == ("unknown", ("1.weight",))
     else:
-        assert (verdict.verdict, found) == ("fail" if laws else "pass", laws), str(verdict)
+        assert (verdict.outcome, found) == ("fail" if laws else "pass", laws), str(verdict)

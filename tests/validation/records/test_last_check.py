@@ -101,9 +101,9 @@ SECOND = {
 def test_a_step_after_one_that_was_bit_for_bit_is_held_to_that(name: str) -> None:
     job, outcome, tier, causes = SECOND[name]
     first, second = job.run()
-    assert (first.verdict, first.tier) == ("pass", "bitwise"), str(first)
-    assert (second.verdict, second.tier) == (outcome, tier), str(second)
-    assert [one.kind for one in second.cause] == causes, str(second)
+    assert (first.outcome, first.tier) == ("pass", "bitwise"), str(first)
+    assert (second.outcome, second.tier) == (outcome, tier), str(second)
+    assert [one.kind for one in second.causes] == causes, str(second)
 
 
 def test_what_is_remembered_goes_with_the_job() -> None:
@@ -115,8 +115,8 @@ def test_what_is_remembered_goes_with_the_job() -> None:
         check.gradients()
         check.report(losses=[one.item() for one in losses])
     kept = last_check({0: model})
-    assert kept.held(data) == kept.exact == {"loss", "gradient"}, str(check.verdict)
-    assert kept.held(pairs(3, rows=5)) == kept.held(pairs(2)) == kept.held(None) == frozenset()
+    assert kept.bitwise_laws(data) == kept.exact == {"loss", "gradient"}, str(check.verdict)
+    assert kept.bitwise_laws(pairs(3, rows=5)) == kept.bitwise_laws(pairs(2)) == kept.bitwise_laws(None) == frozenset()
     assert {*kept.weights} == {name for name, _ in model.named_parameters()}
     assert last_check({0: build()}) == last_check({}) == LastCheck()
     del check, model

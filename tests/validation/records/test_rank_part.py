@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.rank_part import Arrival, Kept, RankStages, Run, disagreement, places_of, run_of, told
+from pipeproof.records.rank_part import (
+    Arrival,
+    Kept,
+    RankStages,
+    Run,
+    describe_problems,
+    disagreement,
+    places_of,
+    run_of,
+)
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
@@ -20,7 +29,7 @@ from tests.support.golden import golden
 
 def test_ranks_that_run_other_microbatches_are_named() -> None:
     assert disagreement([None, ("a", "b"), ("a", "b")]) == {}
-    golden(told(disagreement([("a", "b"), None, ("b", "a")])))
+    golden(describe_problems(disagreement([("a", "b"), None, ("b", "a")])))
     golden(disagreement([None, None])[0])
 
 
@@ -39,8 +48,8 @@ def test_two_stages_of_a_rank_that_share_a_weight_have_two_names_of_it() -> None
 
 
 def test_what_is_wrong_is_told_in_one_line() -> None:
-    golden(told({0: "", 1: "x", 2: "y"}))
-    assert told({0: ""}) == ""
+    golden(describe_problems({0: "", 1: "x", 2: "y"}))
+    assert describe_problems({0: ""}) == ""
 
 
 def test_ranks_that_hold_the_same_are_replicas_with_microbatches_of_their_own() -> None:
@@ -178,7 +187,7 @@ def record() -> Record:
 
 def test_each_rank_has_its_own_buffers_and_none_is_missed(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
     verdict = checked(monkeypatch, record)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("buffers").checked == len(list(build().buffers())) == 6
     assert verdict.law("gradient").checked == len(list(build().parameters())) == 8
 
@@ -198,7 +207,7 @@ def test_a_buffer_that_no_rank_has_is_a_failure(monkeypatch: pytest.MonkeyPatch,
         del model.get_submodule("0.norm")._buffers["running_var"]
 
     (mismatch,) = checked(monkeypatch, record, fault=fault).mismatches
-    assert (mismatch.law, mismatch.seen, mismatch.expected) == ("buffers", "no such buffer", "a buffer")
+    assert (mismatch.law, mismatch.observed_text, mismatch.expected_text) == ("buffers", "no such buffer", "a buffer")
     assert mismatch.parameter == "0.norm.running_var"
 
 
@@ -222,12 +231,12 @@ def test_what_was_there_before_and_was_not_kept_is_noted() -> None:
 
 
 def test_what_passes_and_is_not_what_is_due_is_kept_as_it_is_while_there_is_room() -> None:
-    kept, due = Kept(0, room=40), torch.ones(4)
+    kept, expected = Kept(0, room=40), torch.ones(4)
     for name, off in (("same", 0.0), ("summed", 1e-7), ("near", 1e-2), ("nearer", 1e-3), ("much", 1e-2)):
-        kept.end(name, due + off, wrong=False, apart=off)
+        kept.end(name, expected + off, wrong=False, apart=off)
     assert (kept.notes.right, set(kept.notes.near)) == ({"same", "summed", "much"}, {"near", "nearer"})
-    assert torch.equal(kept.tensors[kept.notes.near["near"]], due + 1e-2)
-    kept.end("wrong", 2 * due, wrong=True)
+    assert torch.equal(kept.tensors[kept.notes.near["near"]], expected + 1e-2)
+    kept.end("wrong", 2 * expected, wrong=True)
     assert (set(kept.notes.wrong), set(kept.notes.near), set(kept.notes.left_out)) == ({"wrong"}, {"near"}, set())
     assert "nearer" in kept.notes.right
     kept.end("large", torch.ones(32), wrong=True)

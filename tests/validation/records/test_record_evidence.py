@@ -14,7 +14,7 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.records.case_record import expected_record
+from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
@@ -152,8 +152,8 @@ def agrees(found: Cause, planted: Cause) -> bool:
 def test_a_fault_is_named_beside_the_model_and_from_a_record_alone(name: str, against: Any) -> None:
     options, planted = FAULTS[name]
     verdict = step(against, **options)
-    assert verdict.verdict == "fail"
-    assert agrees(verdict.cause[0], planted), str(verdict)
+    assert verdict.outcome == "fail"
+    assert agrees(verdict.causes[0], planted), str(verdict)
     held = "every parameter is held once"  # which leaves layers in another order open
     assert [one.kinds for one in verdict.ruled_out if one.evidence == held] == [()]
 
@@ -172,7 +172,7 @@ def test_a_factor_that_autocast_rounds_otherwise_is_named() -> None:
     with check_step(model, data(), against=SingleDevice(lambda: Cast(*build()), loss_fn)) as check:
         backward(model, data(), divisor=3)
         check.gradients()
-    (cause,) = check.verdict.cause
+    (cause,) = check.verdict.causes
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", None, pytest.approx(4 / 3, rel=1e-2))
 
 
@@ -187,7 +187,7 @@ def test_what_explains_all_coarsely_says_more_than_what_gives_a_part() -> None:
             (loss / M * (m != 2)).backward()
         model.get_parameter("3.0.weight").grad.zero_()  # type: ignore[union-attr]
         check.gradients()
-    found = {(one.kind, one.microbatches, one.parameter) for one in check.verdict.cause}
+    found = {(one.kind, one.microbatches, one.parameter) for one in check.verdict.causes}
     assert found == {("dropped", (2,), None), ("zero", (), "3.0.weight")}, str(check.verdict)
 
 
@@ -214,12 +214,12 @@ def test_what_only_one_weight_of_the_last_stage_shows_in_a_coarse_type_is_that_o
         for m, of in enumerate((0, 2, 1, 3)):
             (entropy(model(given[m][0]), given[of][1]) / M).backward()
         check.gradients()
-    assert {one.kind for one in check.verdict.cause} == {"swapped-data"}, str(check.verdict)
+    assert {one.kind for one in check.verdict.causes} == {"swapped-data"}, str(check.verdict)
 
 
 @EITHER
 def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: Any) -> None:
-    second, first = step(against, fault=swap).cause
+    second, first = step(against, fault=swap).causes
     assert (first.kind, first.stage, first.parameter) == ("misplaced", 0, "0.0.weight")
     golden(first.detail)
     assert (second.kind, second.stage, second.parameter) == ("misplaced", 1, "3.0.weight")
@@ -235,9 +235,9 @@ def test_gradients_that_were_exchanged_are_named_each_with_the_other(against: An
 def test_a_lost_microbatch_is_named_beside_the_model_and_unknown_from_sums(
     options: dict[str, Any], planted: Cause
 ) -> None:
-    assert agrees(step(BESIDE, **options).cause[0], planted)
+    assert agrees(step(BESIDE, **options).causes[0], planted)
     alone = step(RECORD, **options)
-    assert (alone.verdict, alone.cause) == ("fail", ())
+    assert (alone.outcome, alone.causes) == ("fail", ())
     golden(" ".join(alone.undecided), numbers=False)
 
 
@@ -247,13 +247,13 @@ def test_clipped_gradients_are_told_from_badly_divided_ones(against: Any) -> Non
     if verdict.law("updated-parameters").outcome == "pass":  # the record knows the update, which is right
         assert verdict.undecided
         golden("\n".join(verdict.undecided), numbers=False)
-        assert not verdict.cause
+        assert not verdict.causes
     else:
-        (cause,) = verdict.cause
+        (cause,) = verdict.causes
         assert (cause.kind, cause.stage) == ("scale", None)
         golden(cause.detail.partition("; ")[2])
         assert "1/" not in cause.detail
-    (other,) = step(against, divisor=3 * M).cause
+    (other,) = step(against, divisor=3 * M).causes
     assert "clipping" not in other.detail
 
 
@@ -265,13 +265,13 @@ def test_a_right_step_is_told_nothing_whatever_it_began_with(against: Any) -> No
         backward(model, data())
 
     for verdict in (step(against), step(against, before=left_over, divisor=-1e30, fault=cleared)):
-        assert (verdict.verdict, verdict.cause, verdict.undecided) == ("pass", (), ()), str(verdict)
+        assert (verdict.outcome, verdict.causes, verdict.undecided) == ("pass", (), ()), str(verdict)
 
 
 @EITHER
 def test_noise_is_unknown(against: Any) -> None:
     verdict = step(against, fault=spoil)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     golden(verdict.undecided[0], numbers=False)
 
 
@@ -281,8 +281,8 @@ def test_what_was_there_before_and_is_all_there_is_tells_nothing() -> None:
     backward(model, data(), skipped=(1,))
     with check_step({0: model[:2], 1: model[2:]}, data(), against=RECORD) as check:
         check.gradients()
-    assert check.verdict.verdict == "fail"
-    assert check.verdict.cause == ()
+    assert check.verdict.outcome == "fail"
+    assert check.verdict.causes == ()
 
 
 @pytest.mark.parametrize("against", [BESIDE, None], ids=["beside", "record"])
@@ -295,7 +295,7 @@ def test_equal_microbatches_do_not_tell_which_are_in_a_sum(
     with check_step({0: model[:2], 1: model[2:]}, same, against=source) as check:
         backward(model, same, skipped=skipped, divisor=divisor)
         check.gradients()
-    assert (check.verdict.verdict, check.verdict.cause) == ("fail", ()), str(check.verdict)
+    assert (check.verdict.outcome, check.verdict.causes) == ("fail", ()), str(check.verdict)
     words = "are not decided by so few, or so similar, numbers" if against else "all microbatches are the same"
     assert words in check.verdict.undecided[0]
 
@@ -312,18 +312,18 @@ def test_a_wrong_update_of_right_gradients_is_clippings_only_where_that_comes_to
 ) -> None:
     verdict = step(RECORD, **options)
     assert [law.name for law in verdict.laws if law.outcome == "fail"] == ["updated-parameters"]
-    assert [causes[0].kind for causes in (verdict.cause, *verdict.alternatives)] == kinds, str(verdict)
-    assert words in verdict.cause[0].detail
+    assert [causes[0].kind for causes in (verdict.causes, *verdict.alternatives)] == kinds, str(verdict)
+    assert words in verdict.causes[0].detail
 
 
 def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeproof.records.step_check.MOST", 1000)
     verdict = step(BESIDE, divisor=1)
-    assert verdict.cause[0].factor == pytest.approx(M)
+    assert verdict.causes[0].factor == pytest.approx(M)
     golden(verdict.undecided[0], numbers=False)
     monkeypatch.setattr("pipeproof.records.step_check.MOST", 0)
     verdict = step(BESIDE, divisor=1)
-    assert verdict.cause == ()
+    assert verdict.causes == ()
 
 
 def test_a_model_that_fails_while_the_cause_is_looked_for_leaves_the_verdict() -> None:
@@ -335,13 +335,13 @@ def test_a_model_that_fails_while_the_cause_is_looked_for_leaves_the_verdict() -
         return loss_fn(output, target)
 
     verdict = step(SingleDevice(build, fragile), divisor=1)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     assert verdict.unsought.startswith("KeyError: 'gone' (")
     assert "in fragile" in verdict.as_dict()["traceback"]  # type: ignore[operator]
 
 
 CASE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train+train seed=3"
-EXPECTED = expected_record(Case.parse(CASE))
+EXPECTED = record_expected(Case.parse(CASE))
 
 
 def changed(record: Record, number: int, **fields: Any) -> Record:
@@ -354,32 +354,32 @@ def test_two_records_that_disagree_are_told_the_cause() -> None:
     tripled = {name: None if g is None else 3 * g for name, g in EXPECTED.operations[1].gradients.items()}
     for config in (EXPECTED.config, {}):
         verdict = compare(EXPECTED, replace(changed(EXPECTED, 1, gradients=tripled), config=config))
-        assert (verdict.cause[0].kind, verdict.cause[0].stage) == ("scale", None)
-        golden(verdict.cause[0].detail)
+        assert (verdict.causes[0].kind, verdict.causes[0].stage) == ("scale", None)
+        golden(verdict.causes[0].detail)
 
 
 def test_a_recorded_step_that_has_the_one_before_in_it_is_named() -> None:
     first, second = (one.gradients for one in EXPECTED.operations)
     both = {name: one + other for name, one in first.items() if one is not None and (other := second[name]) is not None}
     verdict = compare(EXPECTED, replace(changed(EXPECTED, 1, gradients=both), config={}))
-    assert (verdict.cause[0].kind, verdict.cause[0].factor) == ("stale-gradient", 1)
+    assert (verdict.causes[0].kind, verdict.causes[0].factor) == ("stale-gradient", 1)
 
 
 def test_a_record_that_names_its_case_shows_microbatches_and_one_that_does_not_is_unknown() -> None:
-    fewer = expected_record(Case.parse(CASE.replace("m3", "m2"))).operations[0]
+    fewer = record_expected(Case.parse(CASE.replace("m3", "m2"))).operations[0]
     lacking = {name: None if g is None else g * 2 / 3 for name, g in fewer.gradients.items()}
-    seen = changed(EXPECTED, 0, gradients=lacking)
-    named, unnamed = compare(EXPECTED, seen), compare(EXPECTED, replace(seen, config={}))
-    assert (named.cause[0].kind, named.cause[0].microbatches) == ("dropped", (2,)), str(named)
-    assert unnamed.cause == ()
-    other = replace(seen, config={**seen.config, "case": CASE.replace("seed=3", "seed=4")})
-    assert compare(EXPECTED, other).cause == (), "the case that it names is not the one that was recorded"
+    observed = changed(EXPECTED, 0, gradients=lacking)
+    named, unnamed = compare(EXPECTED, observed), compare(EXPECTED, replace(observed, config={}))
+    assert (named.causes[0].kind, named.causes[0].microbatches) == ("dropped", (2,)), str(named)
+    assert unnamed.causes == ()
+    other = replace(observed, config={**observed.config, "case": CASE.replace("seed=3", "seed=4")})
+    assert compare(EXPECTED, other).causes == (), "the case that it names is not the one that was recorded"
 
 
 def test_names_that_do_not_go_together_are_no_partition() -> None:
     renamed = {name.replace("blocks", "layers"): one for name, one in EXPECTED.operations[0].gradients.items()}
     before = {name.replace("blocks", "layers"): one for name, one in EXPECTED.operations[0].before.items()}
-    seen = replace(changed(EXPECTED, 0, gradients=renamed, before=before), places={}, config={})
-    verdict = compare(EXPECTED, seen)
-    assert verdict.cause == ()
+    observed = replace(changed(EXPECTED, 0, gradients=renamed, before=before), places={}, config={})
+    verdict = compare(EXPECTED, observed)
+    assert verdict.causes == ()
     golden(verdict.undecided[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeproof.core.nudged import Nudged
 from pipeproof.core.tolerance import Floor, same_bits
 from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError
-from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
+from pipeproof.records.record_file import FORMAT, VERSION, describe, read, write
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from tests.support.golden import golden
 from tests.support.sweeps import some
@@ -64,9 +64,9 @@ def test_a_record_comes_back_bit_for_bit(path: Path) -> None:
     assert (trained.losses, trained.norm, trained.floors) == ((0.1 + 0.2, 1e-300), 2 / 3, RECORD.operations[1].floors)
     assert trained.gradients["b"] is None
     for kind in ("before", "gradients", "parameters", "buffers"):
-        wanted, seen = getattr(RECORD.operations[1], kind), getattr(trained, kind)
-        assert list(seen) == list(wanted)
-        assert all(wanted[name] is None or same_bits(seen[name], wanted[name]) for name in wanted)
+        wanted, observed = getattr(RECORD.operations[1], kind), getattr(trained, kind)
+        assert list(observed) == list(wanted)
+        assert all(wanted[name] is None or same_bits(observed[name], wanted[name]) for name in wanted)
 
 
 def test_one_record_is_one_file(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_record_of_another_form_is_refused_in_a_sentence(tmp_path: Path, name:
         floors=RecordedFloors((FLOOR,), FLOOR, {"w": FLOOR}),
     )
     tensors: dict[str, Tensor] = {}
-    data = json.loads(described(Record("expected", {}, (one,), {"w": ((0, 0),)}), tensors))
+    data = json.loads(describe(Record("expected", {}, (one,), {"w": ((0, 0),)}), tensors))
     change(data)
     text = json.dumps(data)
     checksum = hashlib.sha256(text.encode()).hexdigest()

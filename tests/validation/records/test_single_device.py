@@ -12,7 +12,6 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.whitebox.validator import WhiteBox
-from pipeproof.worlds.world import World
 
 DATA: list[tuple[object, object]] = [(torch.full((2, 3), float(k + 1)), torch.ones(2, 3)) for k in range(2)]
 
@@ -43,7 +42,9 @@ CASES = [(0, of_tensor), (1, of_tuple), (2, of_tuple)]
 
 
 @pytest.mark.parametrize(("outputs", "loss_fn"), CASES)
-def test_every_way_has_one_convention(world: World, outputs: int, loss_fn: Callable[[Any, Tensor], Tensor]) -> None:
+def test_every_way_has_one_convention(
+    whitebox_here: WhiteBox, outputs: int, loss_fn: Callable[[Any, Tensor], Tensor]
+) -> None:
     def build() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -53,12 +54,12 @@ def test_every_way_has_one_convention(world: World, outputs: int, loss_fn: Calla
         schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=[model], loss_fn=loss_fn)
         return model, schedule.train_step(microbatches, max_norm=1e6).losses
 
-    seen = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
-    assert seen.verdict == "pass", str(seen)
+    observed = whitebox_here.validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    assert observed.outcome == "pass", str(observed)
     for against in (record_step(build(), DATA, loss_fn=loss_fn), SingleDevice(build, loss_fn)):
         model = build()
         with check_step(model, DATA, against=against) as check:
             _, losses = step(model, DATA)
             check.gradients()
             check.report(losses=losses)
-        assert check.verdict.verdict == "pass", str(check.verdict)
+        assert check.verdict.outcome == "pass", str(check.verdict)

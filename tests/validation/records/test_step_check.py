@@ -90,7 +90,7 @@ BESIDE = SingleDevice(build, loss_fn)
 
 def test_a_right_step_agrees_with_its_record(path: Path) -> None:
     verdict = step(path)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     compared = {law.name: law.checked for law in verdict.laws}
     assert compared == {
         "parameters-once": 6,
@@ -106,7 +106,7 @@ def test_a_right_step_agrees_with_its_record(path: Path) -> None:
 
 def test_a_right_step_agrees_with_the_model_beside_it() -> None:
     verdict = step(BESIDE)
-    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 6), str(verdict)
+    assert (verdict.outcome, verdict.law("gradient").checked) == ("pass", 6), str(verdict)
     golden(verdict.law("updated-parameters").note)
 
 
@@ -123,7 +123,7 @@ def test_a_wrong_gradient_is_named_with_its_rank_and_stage(
     fault: Callable[[nn.Module], object], law: str, beside: bool, path: Path
 ) -> None:
     verdict = step(BESIDE if beside else path, fault=fault)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     first = verdict.mismatches[0]
     assert (first.law, first.rank, first.stage, first.parameter) == (law, 0, 3, "3.weight")
 
@@ -149,7 +149,7 @@ def test_what_the_job_reports_wrongly_is_named(report: Any, law: str, where: str
 
 def test_what_nobody_looked_at_is_no_pass(path: Path) -> None:
     silent = step(path, report=lambda losses, norm: {})
-    assert (silent.verdict, silent.law("loss").note) == ("unknown", "nothing was compared")
+    assert (silent.outcome, silent.law("loss").note) == ("unknown", "nothing was compared")
     assert silent.law("grad-norm").reasons == (Reason.UNREPORTED,)
     model = build()
     with check_step(model, data(), against=path) as check:
@@ -159,7 +159,7 @@ def test_what_nobody_looked_at_is_no_pass(path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_microbatch_left_out_is_seen(beside: bool, path: Path) -> None:
-    assert step(BESIDE if beside else path, run=data()[:2]).verdict == "fail"
+    assert step(BESIDE if beside else path, run=data()[:2]).outcome == "fail"
 
 
 def test_what_differs_before_the_step_is_said_and_nothing_is_judged(path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_differs_before_the_step_is_said_and_nothing_is_judged(path: Path) 
     with check_step(model, data(), against=path) as check:
         check.gradients()
         check.report(losses=[1.0], norm=1.0)
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     assert check.verdict.exit_status == 3
     golden(check.verdict.details.splitlines()[0], numbers=False)
 
@@ -184,7 +184,7 @@ def test_what_differs_before_the_step_is_said_and_nothing_is_judged(path: Path) 
 )
 def test_a_record_of_another_step_is_said(options: dict[str, Any], words: str, path: Path) -> None:
     verdict = step(path, **options)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert words in verdict.law("comparable").note
 
 
@@ -193,8 +193,8 @@ def test_a_file_that_is_no_record_is_said() -> None:
     assert "no such file: nowhere" in str(step("nowhere"))
 
 
-def test_nobody_with_microbatches_is_said(path: Path) -> None:
-    for against, words in ((path, "nobody says which microbatches"), (BESIDE, "nobody says which microbatches")):
+def test_a_step_without_microbatches_is_said(path: Path) -> None:
+    for against, words in ((path, "microbatches are not known"), (BESIDE, "microbatches are not known")):
         with check_step(build(), None, against=against) as check:
             pass
         assert words in check.verdict.details
@@ -243,7 +243,7 @@ def test_a_record_that_was_altered_is_said_where_it_is_read(path: Path, tmp_path
     content[content.index(gradient.numpy().tobytes())] ^= 1
     (tmp_path / "altered").write_bytes(content)
     verdict = step(tmp_path / "altered")
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -257,7 +257,7 @@ def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
     check = check_step(build(), data(), against=path)
     with pytest.raises(RuntimeError, match="shapes cannot"), check:
         build()(torch.zeros(2, 3))
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     golden(check.verdict.details.splitlines()[0], numbers=False)
 
 
@@ -280,7 +280,7 @@ def test_a_rank_that_never_came_is_named_first(path: Path, late: bool, monkeypat
     why = "within 4 s" if late else "as it had ended its part already"
     head = f"{'HANG' if late else 'ERROR'} rank 1 did not come to the end of the checked step {why}"
     assert verdict.details.splitlines()[:2] == [head, "rank 0: finished"]
-    assert (verdict.verdict, verdict.exit_status, verdict.reason) == ("unknown", 3, head)
+    assert (verdict.outcome, verdict.exit_status, verdict.reason) == ("unknown", 3, head)
     check = check_step(build(), data(), against=path, timeout_s=4.0)
     with pytest.raises(KeyError), check:
         raise KeyError("x")
@@ -296,9 +296,9 @@ def test_our_own_runtime_looks_at_the_right_moment(path: Path) -> None:
     model = build()
     schedule = PipelineSchedule(kind="1f1b", n_microbatches=3, stages=[model], loss_fn=loss_fn, optimizer=sgd(model))
     with check_step(model, data(), against=path) as check:
-        result = schedule.wrapped(check.wrap).train_step(data(), max_norm=0.5)
+        result = schedule.wrap(check.wrap).train_step(data(), max_norm=0.5)
         check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
-    assert check.verdict.verdict == "pass", str(check.verdict)
+    assert check.verdict.outcome == "pass", str(check.verdict)
     assert check.verdict.law("gradient").checked == 6
 
 
@@ -316,14 +316,14 @@ def taken(model: nn.Module, microbatches: Pairs, file: Path, *, factor: float) -
         parameter.grad = None
     stage = sum(parameter.nbytes for parameter in model.parameters())
     check = check_step(model, microbatches, against=file)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
         check.__enter__()
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         check.gradients()
     check.__exit__(None, None, None)
     assert check.verdict.law("gradient").outcome == ("pass" if factor == 1 else "fail")
-    sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in observed.profiler.kineto_results.events() if event.name() == "[memory]"]
     mapped = [size for size in sizes if size > stage]
     assert len(mapped) == 1, "the file"
     return [held / stage for held in accumulate(size for size in sizes if size not in mapped)]
@@ -364,23 +364,23 @@ def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.Monkey
         ("norm", lambda model: None, "unknown"),
         ("norm", lambda model: grad(model).mul_(2), "fail"),
         ("gradient", lambda model: None, "unknown"),
-        ("held", lambda model: None, "unknown"),
+        ("count_holders", lambda model: None, "unknown"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"pipeproof.core.comparison.Comparison.{part}", crash)
             verdict = step(path, fault=fault)
-        assert verdict.verdict == outcome, part
+        assert verdict.outcome == outcome, part
         assert verdict.stopped.partition(":")[0] == ZeroDivisionError.__name__
         assert "in crash" in verdict.traceback
     monkeypatch.setattr("pipeproof.records.step_check.read", crash)
     verdict = step(path)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert verdict.law("comparable").reasons == (Reason.CRASH,)
 
 
 def test_what_cannot_be_compared_ends_no_job(path: Path) -> None:
     verdict = step(path, report=lambda losses, norm: {"norm": object()})
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -394,7 +394,7 @@ def test_a_gradient_that_was_left_is_stale_also_where_it_is_the_same(path: Path,
         for inputs, target in data():
             (loss_fn(model(inputs), target) / 3).backward()
         check.gradients()
-    (cause,) = check.verdict.cause
+    (cause,) = check.verdict.causes
     assert (cause.kind, cause.stage) == ("stale-gradient", 3), check.verdict
     others = [one.kind for (one,) in check.verdict.alternatives]
     assert others == (["scale"] if seed == 0 else []), "nobody can tell it from this step's own, added twice"

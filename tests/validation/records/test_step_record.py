@@ -101,7 +101,7 @@ def test_the_file_is_the_record(model: Tied, tmp_path: Path) -> None:
     record = record_step(model, MICROBATCHES, loss_fn=loss_fn, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     write_record(record, str(tmp_path / "x"))
     verdict = compare(record, read(tmp_path / "x"))
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert record.config["model"] == "Tied"
     written, floors = read(tmp_path / "x").operations[0].floors, record.operations[0].floors
     assert floors is not None

@@ -15,7 +15,7 @@ from pipeproof.reports.canvas import (
     png,
     svg,
     text_width,
-    wrapped,
+    wrap_text,
 )
 from tests.support.golden import golden
 from tests.validation.reports.test_picture import SOME, drawn
@@ -77,4 +77,4 @@ def test_no_text_leaves_the_picture(name: str) -> None:
 
 
 def test_lines_are_broken_at_spaces() -> None:
-    assert wrapped("one two three", width=text_width("0000000", 8) + 0.1, size=8) == ["one two", "three"]
+    assert wrap_text("one two three", width=text_width("0000000", 8) + 0.1, size=8) == ["one two", "three"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeproof.pipeline import Kind
-from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mixed, step_of
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, colour_of, letters_on, mix, step_of
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 EYES = {
@@ -33,12 +33,12 @@ def contrast(one: str, other: str) -> float:
     return light / dark
 
 
-def seen(colour: str, eyes: str) -> np.ndarray:
+def observed(colour: str, eyes: str) -> np.ndarray:
     return np.asarray(_OKLAB @ np.cbrt(_CONES @ np.clip(EYES[eyes] @ linear(colour), 0, 1)))
 
 
 def distance(one: str, other: str, eyes: str = "all cones") -> float:
-    return float(np.linalg.norm(seen(one, eyes) - seen(other, eyes)))
+    return float(np.linalg.norm(observed(one, eyes) - observed(other, eyes)))
 
 
 @pytest.mark.parametrize("eyes", EYES)
@@ -63,7 +63,7 @@ def test_what_is_stressed_is_darker_than_anything_else(kind: Kind) -> None:
 
 
 def test_red_is_nothing_elses_colour() -> None:
-    others = [mixed(colour_of(kind, place, places=2), WHITE, 0.6) for kind in KINDS for place in (0, 1)]
+    others = [mix(colour_of(kind, place, places=2), WHITE, 0.6) for kind in KINDS for place in (0, 1)]
     assert min(distance(WRONG, other) for other in [*others, MESSAGE, IDLE, WHITE]) > 0.25
 
 

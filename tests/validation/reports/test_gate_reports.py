@@ -23,8 +23,8 @@ def result(outcome: Any, *, group: Group = "table", microbatches: int = 2, failu
     return CaseResult(group, case, Verdict(str(case), outcome, "none", laws, wrong, failure=failure, seconds=0.25))
 
 
-def gated(*cases: CaseResult, due: int | None = None) -> GateResult:
-    return GateResult(cases, len(cases) if due is None else due, 7)
+def gated(*cases: CaseResult, expected: int | None = None) -> GateResult:
+    return GateResult(cases, len(cases) if expected is None else expected, 7)
 
 
 PASS, FAIL, UNKNOWN = result("pass"), result("fail", microbatches=3), result("unknown", microbatches=1)
@@ -32,7 +32,7 @@ CAUGHT, MISSED = result("fail", group="planted"), result("pass", group="planted"
 
 
 @pytest.mark.parametrize(
-    ("cases", "due", "status"),
+    ("cases", "expected", "status"),
     [
         ([PASS, PASS], 2, 0),
         ([PASS, CAUGHT], 2, 0),
@@ -44,8 +44,8 @@ CAUGHT, MISSED = result("fail", group="planted"), result("pass", group="planted"
         ([], 1, 3),
     ],
 )
-def test_the_status_of_a_gate(cases: Sequence[CaseResult], due: int, status: int) -> None:
-    assert gated(*cases, due=due).status == status
+def test_the_status_of_a_gate(cases: Sequence[CaseResult], expected: int, status: int) -> None:
+    assert gated(*cases, expected=expected).status == status
 
 
 def test_a_gate_says_what_it_lacks() -> None:
@@ -62,7 +62,7 @@ def test_a_hang_is_no_mere_doubt() -> None:
 
 
 def test_junit_has_a_case_for_each() -> None:
-    suite = ElementTree.fromstring(junit(gated(PASS, FAIL, UNKNOWN, CAUGHT, due=5)))[0]
+    suite = ElementTree.fromstring(junit(gated(PASS, FAIL, UNKNOWN, CAUGHT, expected=5)))[0]
     assert {name: suite.get(name) for name in ("tests", "failures", "errors", "time")} == {
         "tests": "5",
         "failures": "1",
@@ -89,7 +89,7 @@ def test_annotations_are_few_and_the_culprit_comes_first() -> None:
     golden(lines[0])
     golden(lines[-1])
     assert all("\n" not in line for line in lines)
-    golden("\n".join(annotations(gated(PASS, due=2))))
+    golden("\n".join(annotations(gated(PASS, expected=2))))
     assert annotations(gated(PASS, CAUGHT)) == []
 
 

@@ -9,7 +9,7 @@ from pipeproof.pipeline.program import read_csv
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.timeline import Times, simulate
-from pipeproof.reports.panel import Cell, Panel, in_slots, timed
+from pipeproof.reports.panel import Cell, Panel, draw_trace, in_slots
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
 
@@ -31,29 +31,29 @@ def broken() -> Panel:
 def test_a_heading_has_the_numbers_of_the_simulation(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
     timeline = simulate(schedule, Times(1, 1.5, 0.5))
-    panel = timed(name, trace_of(timeline))
+    panel = draw_trace(name, trace_of(timeline))
     golden(panel.title)
     golden("\n".join(panel.facts))
 
 
 def test_measured_time_is_said_in_milliseconds() -> None:
-    panel = timed("measured", TRACE.from_zero())
+    panel = draw_trace("measured", TRACE.from_zero())
     golden("\n".join(panel.facts[:2]), exact=True)
     assert panel.axis == "time in milliseconds"
     golden(cell(panel, "1F0").says, exact=True)
 
 
 def test_a_wait_is_left_open() -> None:
-    panel = timed("measured", TRACE.from_zero())
+    panel = draw_trace("measured", TRACE.from_zero())
     assert (cell(panel, "1F0").left, cell(panel, "1F0").right) == (3, 6)
     row = TRACE.spans[1]
     nothing = TRACE.__class__(TRACE.schedule, (TRACE.spans[0], (row[0], row[1]._replace(waited=5))))
-    assert len(timed("nothing", nothing).cells) == len(panel.cells) - 1
+    assert len(draw_trace("nothing", nothing).cells) == len(panel.cells) - 1
 
 
 def test_fused_actions_are_pairs_that_name_each_other() -> None:
     schedule = build("dualpipev", ranks=4, microbatches=8)
-    panel = timed("dualpipev", trace_of(simulate(schedule)))
+    panel = draw_trace("dualpipev", trace_of(simulate(schedule)))
     assert len(panel.pairs) == len(schedule.overlaps) > 0
     for one, other in panel.pairs:
         assert one.rank == other.rank
@@ -64,7 +64,7 @@ def test_fused_actions_are_pairs_that_name_each_other() -> None:
 
 
 def test_stages_of_a_rank_have_places() -> None:
-    panel = timed("zb-v", trace_of(simulate(build("zb-v", ranks=2, microbatches=2))))
+    panel = draw_trace("zb-v", trace_of(simulate(build("zb-v", ranks=2, microbatches=2))))
     assert panel.places == {0: 0, 1: 0, 2: 1, 3: 1}
     assert panel.most == 2
 

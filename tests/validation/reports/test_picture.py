@@ -12,8 +12,8 @@ from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.reports.canvas import Box, Drawing, Text, text_width
 from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of
-from pipeproof.reports.panel import Panel, timed
-from pipeproof.reports.picture import painted, picture
+from pipeproof.reports.panel import Panel, draw_trace
+from pipeproof.reports.picture import paint, picture
 from tests.pipeline.test_trace import TRACE
 from tests.support.golden import golden
 from tests.validation.reports.test_colours import contrast
@@ -24,7 +24,7 @@ AREA = Box(10, 20, 30, 40, "", says="1B2")
 
 def panel(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | None = None) -> Panel:
     schedule = build(name, ranks=ranks, microbatches=microbatches, virtual=virtuals(name, looped=2))
-    return timed(name, trace_of(simulate(schedule, times or Times())))
+    return draw_trace(name, trace_of(simulate(schedule, times or Times())))
 
 
 def drawn(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | None = None) -> Drawing:
@@ -97,13 +97,13 @@ def test_colours_stand_for_kinds_and_places() -> None:
 
 def test_halves_of_a_backward_wear_bars() -> None:
     (_, upper), (_, lower) = (
-        list(painted(kind, "#808080", AREA)) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        list(paint(kind, "#808080", AREA)) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     assert upper.top == AREA.top
     assert lower.top + lower.height == AREA.top + AREA.height
     assert upper.height == lower.height < AREA.height / 4
     assert contrast(upper.fill, "#808080") > 2
-    assert [len(list(painted(kind, "#808080", AREA))) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [1, 1]
+    assert [len(list(paint(kind, "#808080", AREA))) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [1, 1]
 
 
 def test_what_runs_as_one_has_one_frame() -> None:
@@ -149,7 +149,7 @@ def test_panels_share_one_axis_and_keep_their_order() -> None:
 
 
 def test_measured_time_and_messages_are_drawn() -> None:
-    drawing = picture([timed("measured", TRACE.from_zero())])
+    drawing = picture([draw_trace("measured", TRACE.from_zero())])
     assert {"time in milliseconds", "messages", "4000"} <= set(words(drawing))
     assert cells(drawing)["0SEND_F0"].fill == MESSAGE
     assert sorted(text.text for text in names(drawing)) == ["0F0", "1F0"]
@@ -159,7 +159,7 @@ def test_a_very_short_cell_is_still_there() -> None:
     trace = trace_of(simulate(build("1f1b", ranks=4, microbatches=8)))
     *rows, (*spans, last) = trace.spans
     shorter = (*rows, (*spans, last._replace(began=last.ended - 0.02)))
-    boxes = cells(picture([timed("1f1b", replace(trace, spans=shorter))]))
+    boxes = cells(picture([draw_trace("1f1b", replace(trace, spans=shorter))]))
     assert 0 < boxes["3B7"].width < 1
     assert boxes["3B7"].width < boxes["3B6"].width / 50
 
@@ -172,7 +172,7 @@ def test_what_takes_no_time_leaves_an_empty_picture() -> None:
 
 def test_panels_in_different_units_are_no_picture() -> None:
     with pytest.raises(AssertionError, match="share a unit"):
-        picture([timed("measured", TRACE), panel("1f1b")])
+        picture([draw_trace("measured", TRACE), panel("1f1b")])
 
 
 def test_a_picture_says_what_it_shows() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeproof.commands.schedule_commands import _planned
+from pipeproof.commands.schedule_commands import _plan_columns
 from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
@@ -16,7 +16,7 @@ from pipeproof.pipeline.plan import Needs, plan, row
 from pipeproof.pipeline.trace import Profile
 from pipeproof.reports.columns import header, table
 from pipeproof.reports.side_by_side import SideBySide
-from pipeproof.reports.table import COLUMNS, line, measured_table, profile_table, summary
+from pipeproof.reports.table import COLUMNS, line, profile_table, summary, table_of_times
 from pipeproof.wings.specimens import SPECIMENS, confusion, listing
 from tests.support.golden import golden
 
@@ -32,8 +32,8 @@ LAWS = (
 FIRST = Mismatch(
     "gradient",
     1,
-    found="norm 0",
-    due="norm 0.0356646",
+    observed="norm 0",
+    expected="norm 0.0356646",
     rank=2,
     stage=6,
     parameter="blocks.6.norm_1.weight",
@@ -45,7 +45,7 @@ PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=
 
 
 def failed(*causes: Cause, **more: Any) -> Verdict:
-    return replace(FAILED, cause=causes, **more)
+    return replace(FAILED, causes=causes, **more)
 
 
 ZERO = Cause("zero", 2, 6, parameter="blocks.6.norm_1.weight", detail="cleared between the last backward and the norm")
@@ -82,7 +82,7 @@ SCREENS = {
 def test_the_screen_of_a_verdict(name: str) -> None:
     text = SCREENS[name].details
     golden(text, exact=True)
-    assert len(text.splitlines()) <= (24 if len(SCREENS[name].cause) < 2 else 32)
+    assert len(text.splitlines()) <= (24 if len(SCREENS[name].causes) < 2 else 32)
 
 
 def test_cells_are_data() -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_ruled_out_without_comparisons() -> None:
 
 def test_the_table() -> None:
     sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
-    passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
+    passed = replace(FAILED, outcome="pass", tier="fp32", laws=sound)
     table = "\n".join([header(COLUMNS, None), line(CASE, FAILED), line(CASE, passed)])
     golden(table)
     assert max(map(len, table.splitlines())) <= 120
@@ -128,7 +128,7 @@ def test_a_profile_is_a_line_per_rank() -> None:
 
 
 def test_measured_beside_simulated_is_two_lines_per_rank() -> None:
-    rows = [line.split() for line in measured_table(PROFILES, [Profile(0, 0.08, 0.06, 0.0, 0.02)] * 2).splitlines()]
+    rows = [line.split() for line in table_of_times(PROFILES, [Profile(0, 0.08, 0.06, 0.0, 0.02)] * 2).splitlines()]
     assert rows[0] == ["rank", "makespan", "compute", "communication", "idle"]
     assert [row[0] for row in rows[1:]] == ["0", "simulated", "1", "simulated"]
     assert rows[1][2:7] == ["100.0", "ms", "50.0", "ms", "50.0%"]
@@ -137,10 +137,10 @@ def test_measured_beside_simulated_is_two_lines_per_rank() -> None:
 
 NARROW = {
     "profile": (partial(profile_table, PROFILES), ["rank", "idle"]),
-    "measured": (partial(measured_table, PROFILES, PROFILES), ["rank", "idle"]),
+    "measured": (partial(table_of_times, PROFILES, PROFILES), ["rank", "idle"]),
     "confusion": (partial(confusion, [("scale", kind) for kind in (None, *KINDS)]), ["planted", "named"]),
     "specimens": (lambda width: listing(SPECIMENS, width=width), ["layernor"]),
-    "plan": (lambda width: table(_planned(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
+    "plan": (lambda width: table(_plan_columns(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
     "beside": (
         SideBySide.of([build(name, ranks=4, microbatches=8) for name in ("interleaved", "dualpipev")], Times()).text,
         ["memory"],

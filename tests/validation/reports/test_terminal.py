@@ -34,17 +34,17 @@ def test_who_wants_it_quiet_is_spared_details(typed: Typed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("color", "no_color", "seen"),
+    ("color", "no_color", "observed"),
     [("auto", "", False), ("always", "", True), ("never", "", False), ("always", "1", True), ("auto", "1", False)],
 )
 def test_colour_is_as_it_is_wished(
-    color: str, no_color: str, seen: bool, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    color: str, no_color: str, observed: bool, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm-256color")
     with speaking(Manner(color=color)):  # type: ignore[arg-type]
         Terminal().say("FAIL gradient", "fail")
-    assert ("\x1b[" in typed.said()) is seen
+    assert ("\x1b[" in typed.said()) is observed
 
 
 @pytest.mark.parametrize("manner", [Manner(), Manner(color="never")])

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from pipeproof import StepResult, watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 
@@ -36,14 +37,14 @@ def reduced(model: nn.Module, microbatches: list[Any]) -> tuple[dict[str, Any], 
     return {name: parameter.grad for name, parameter in model.named_parameters()}, losses
 
 
-def in_rows(model: Any, microbatches: list[Any], *, rows: Any) -> HandedBack:
+def in_rows(model: Any, microbatches: list[Any], *, rows: Any) -> StepResult:
     """Each rank hands back its ``rows`` of the first weight's gradient."""
     gradients, losses = reduced(model, microbatches)
     whole, own = gradients.pop("0.weight"), rows[dist.get_rank()]
     if own is not None:
         part = torch.cat([whole[one] for one in own]) if isinstance(own, list) else whole[own]
         gradients["0.weight"] = (part, own)
-    return HandedBack(gradients, losses)
+    return StepResult(gradients, losses)
 
 
 def judged(whitebox: WhiteBox, step: Any, ranks: Any = None, reference: Any = build) -> Verdict:
@@ -69,14 +70,16 @@ class Spare(nn.Module):
         return made
 
 
-def sharded(model: Any, microbatches: list[Any]) -> HandedBack:
+def sharded(model: Any, microbatches: list[Any]) -> StepResult:
     fully_shard(model)
-    return HandedBack(model, losses_of(model, microbatches, 1))  # each rank has one microbatch, and their mean is due
+    return StepResult(
+        model, losses_of(model, microbatches, 1)
+    )  # each rank has one microbatch, and their mean is expected
 
 
-def by_name(model: Any, microbatches: list[Any]) -> HandedBack:
+def by_name(model: Any, microbatches: list[Any]) -> StepResult:
     losses = losses_of(watch(model), microbatches)
-    return HandedBack({name: parameter.grad for name, parameter in model.named_parameters()}, losses)
+    return StepResult({name: parameter.grad for name, parameter in model.named_parameters()}, losses)
 
 
 class Idle(nn.Module):
@@ -92,13 +95,13 @@ class Idle(nn.Module):
         return made
 
 
-def filled(model: Any, microbatches: list[Any], *, value: float, times: float = 1.0) -> HandedBack:
+def filled(model: Any, microbatches: list[Any], *, value: float, times: float = 1.0) -> StepResult:
     """What has no gradient has one of this value, and the others are so many times theirs."""
     losses = losses_of(model, microbatches)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value) if parameter.grad is None else parameter.grad * times
         dist.all_reduce(parameter.grad)
-    return HandedBack(model, losses)
+    return StepResult(model, losses)
 
 
 def rows(*own: Any) -> Any:
@@ -120,23 +123,24 @@ RIGHT: dict[str, tuple[Any, Any, Any, str]] = {
 def test_right_parts_pass(whitebox: WhiteBox, name: str) -> None:
     step, ranks, reference, law = RIGHT[name]
     verdict = judged(whitebox, step, ranks, reference)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     assert (verdict.law("shards").checked == 1) == (reference is build and ranks is None)
     if law:
         golden(verdict.law(law).note)
 
 
-def cut_short(model: Any, microbatches: list[Any]) -> HandedBack:
+def cut_short(model: Any, microbatches: list[Any]) -> StepResult:
     """A part without its place."""
     gradients, losses = reduced(model, microbatches)
-    return HandedBack({**gradients, "2.bias": gradients["2.bias"][:3]}, losses)
+    return StepResult({**gradients, "2.bias": gradients["2.bias"][:3]}, losses)
 
 
-def of_whole_numbers(model: Any, microbatches: list[Any]) -> HandedBack:
+def of_whole_numbers(model: Any, microbatches: list[Any]) -> StepResult:
     gradients, losses = reduced(model, microbatches)
-    return HandedBack({name: one.long() for name, one in gradients.items()}, losses)
+    return StepResult({name: one.long() for name, one in gradients.items()}, losses)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("step", "outcome"),
     [
@@ -150,11 +154,11 @@ def of_whole_numbers(model: Any, microbatches: list[Any]) -> HandedBack:
 )
 def test_what_makes_up_no_whole_is_said(whitebox: WhiteBox, step: Any, outcome: str) -> None:
     verdict = judged(whitebox, step)
-    assert (verdict.verdict, verdict.cause) == (outcome, ())
+    assert (verdict.outcome, verdict.causes) == (outcome, ())
     golden("".join(verdict.undecided) or verdict.details.splitlines()[0].partition(": ")[2])
 
 
-def with_one_wrong(model: Any, microbatches: list[Any], *, wrong: int) -> HandedBack:
+def with_one_wrong(model: Any, microbatches: list[Any], *, wrong: int) -> StepResult:
     """Shards over two ranks, in two copies: what they are held against may itself be wrong."""
     gradients, losses = reduced(model, microbatches)
     rank, made = dist.get_rank(), {}
@@ -162,10 +166,10 @@ def with_one_wrong(model: Any, microbatches: list[Any], *, wrong: int) -> Handed
         half = len(one) // 2
         own = slice(rank % 2 * half, (rank % 2 + 1) * half)
         made[name] = ((0.5 if rank == wrong else 1.0) * one[own], own)
-    return HandedBack(made, losses)
+    return StepResult(made, losses)
 
 
-def in_halves(model: Any, microbatches: list[Any], *, fault: str) -> HandedBack:
+def in_halves(model: Any, microbatches: list[Any], *, fault: str) -> StepResult:
     """Two replicas, each of which keeps its half of every gradient; the second's is wrong."""
     own, second = [], dist.get_rank() == 1
     losses = []
@@ -185,13 +189,13 @@ def in_halves(model: Any, microbatches: list[Any], *, fault: str) -> HandedBack:
         half = len(whole) // 2
         rows = slice(half, None) if second else slice(0, half)
         gradients[name] = (-whole[rows] if fault == "sign" and second else whole[rows], rows)
-    return HandedBack(gradients, losses)
+    return StepResult(gradients, losses)
 
 
-def normed_apart(model: Any, microbatches: list[Any]) -> HandedBack:
+def normed_apart(model: Any, microbatches: list[Any]) -> StepResult:
     """Each rank forms a norm for itself."""
     gradients, losses = reduced(model, microbatches)
-    return HandedBack(gradients, losses, float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm()))
+    return StepResult(gradients, losses, float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm()))
 
 
 FOUR = {"dp_replicate": 2, "dp_shard": 2}
@@ -213,8 +217,8 @@ WRONG: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
 def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, name: str) -> None:
     step, ranks, reference, cause = WRONG[name]
     verdict = judged(whitebox, step, ranks, reference)
-    assert verdict.verdict == ("fail" if cause else "pass"), verdict
-    found = [(one.kind, one.rank, one.stage, one.microbatches, one.factor) for one in verdict.cause]
+    assert verdict.outcome == ("fail" if cause else "pass"), verdict
+    found = [(one.kind, one.rank, one.stage, one.microbatches, one.factor) for one in verdict.causes]
     assert found == [(*cause[:4], factor and pytest.approx(factor, rel=1e-5)) for factor in cause[4:]], verdict
     assert ranks is None or "not-reduced" not in {kind for one in verdict.ruled_out for kind in one.kinds}
     if "half" in name or "halves" in name:
@@ -224,4 +228,4 @@ def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, name: str) -> None:
         assert not {kind for one in verdict.ruled_out for kind in one.kinds}
     if name == "norms of each":
         assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
-        golden(verdict.cause[0].detail, numbers=False)
+        golden(verdict.causes[0].detail, numbers=False)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -45,6 +46,7 @@ def step(model: Any, microbatches: list[Any], *, times: float, each: bool) -> An
     return stage, losses or None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("times", [1.0, 0.5, 2.0])
 def test_gradients_have_one_scale(whitebox: WhiteBox, times: float, each: bool) -> None:
@@ -56,12 +58,12 @@ def test_gradients_have_one_scale(whitebox: WhiteBox, times: float, each: bool) 
         ranks={"pp": 2, "dp": 2},
         loss_fn=loss_fn,
     )
-    assert (verdict.verdict, verdict.law("boundaries").outcome == "pass") == (
+    assert (verdict.outcome, verdict.law("boundaries").outcome == "pass") == (
         ("pass", True) if times == 1 else ("fail", False)
     ), verdict
-    causes = [(one.kind, one.stage, one.factor) for one in verdict.cause]
+    causes = [(one.kind, one.stage, one.factor) for one in verdict.causes]
     assert causes == [("scale", 0, pytest.approx(times))] * (times != 1)
-    assert all(f"{times:g} times the expected" in one.detail for one in verdict.cause)
+    assert all(f"{times:g} times the expected" in one.detail for one in verdict.causes)
     assert "wrong-message" not in {kind for one in verdict.ruled_out for kind in one.kinds}
 
 
@@ -156,9 +158,9 @@ def test_inputs_are_known_wherever_they_are_passed(whitebox: WhiteBox, change: s
     """What the stage before hands on, and the model's own input: a message is blamed where there was one."""
     run = partial(masked, change=CHANGES[change], mask_first=mask_first)
     verdict = whitebox.validate(run, reference=build_masked, microbatches=data(), ranks=2, loss_fn=loss_fn)
-    causes = [(one.kind, one.rank, one.stage, one.action) for one in verdict.cause]
+    causes = [(one.kind, one.rank, one.stage, one.action) for one in verdict.causes]
     assert causes == [("altered", 1, 1, "1F0")] * (change != "right"), str(verdict)
-    assert (verdict.verdict == "pass") == (change == "right")
-    for cause in verdict.cause:
+    assert (verdict.outcome == "pass") == (change == "right")
+    for cause in verdict.causes:
         golden(cause.detail)
         assert any(line.what.startswith("sent by") for line in cause.lines) == (change == "another input"), verdict

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.watching import Watcher
 from pipeproof.reference.data import Batch
-from pipeproof.whitebox import WhiteBox, watch
-from pipeproof.whitebox.crossings import passed
+from pipeproof.whitebox import WhiteBox
+from pipeproof.whitebox.crossings import find_passages
 from pipeproof.whitebox.survey import Places, Survey
 from tests.support.golden import golden
 from tests.support.two_ranks import (
@@ -80,11 +81,11 @@ def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
     one = sketch(drawn(seed))
     new: dict[str, list[Sketch] | dict[int, Sketch]] = {"inputs": [one], "outputs": [one]}
     new |= {name: {0: one} for name in ("output_gradients", "input_gradients", "kept")}
-    return replace(call, **{name: seen for name, seen in new.items() if name not in keep})  # type: ignore[arg-type]
+    return replace(call, **{name: observed for name, observed in new.items() if name not in keep})  # type: ignore[arg-type]
 
 
-def flowing(seen: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
-    return passed([seen], MICROBATCHES, places(given or batches()))[0]
+def flowing(observed: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
+    return find_passages([observed], MICROBATCHES, places(given or batches()))[0]
 
 
 def forwards(flow: Passed) -> list[int]:
@@ -93,22 +94,22 @@ def forwards(flow: Passed) -> list[int]:
 
 def with_strangers(order: list[int], *at: int, stage: int = 1, keep: tuple[str, ...] = ()) -> dict[int, list[Call]]:
     """The calls of a right step, in which those ``at`` of a stage are of nothing known."""
-    seen = calls(batches(), order)
+    observed = calls(batches(), order)
     for call in at:
-        seen[stage][call] = strange(seen[stage][call], 50 + call, keep=keep)
-    return seen
+        observed[stage][call] = strange(observed[stage][call], 50 + call, keep=keep)
+    return observed
 
 
-def sent(seen: dict[int, list[Call]], *, same: bool = False) -> dict[int, list[Call]]:
+def sent(observed: dict[int, list[Call]], *, same: bool = False) -> dict[int, list[Call]]:
     """The stage before knows its own calls, and sent on what calls 1 and 2 were given; ``same``: one tensor twice."""
     for call in (1, 2):
-        seen[0][call] = replace(seen[0][call], outputs=seen[1][1 if same else call].inputs)
-    return seen
+        observed[0][call] = replace(observed[0][call], outputs=observed[1][1 if same else call].inputs)
+    return observed
 
 
-def turned(seen: dict[int, list[Call]]) -> dict[int, list[Call]]:
-    seen[1][1:3] = reversed(seen[1][1:3])
-    return seen
+def turned(observed: dict[int, list[Call]]) -> dict[int, list[Call]]:
+    observed[1][1:3] = reversed(observed[1][1:3])
+    return observed
 
 
 NONE, ORDER = UNKNOWN_MICROBATCH, [3, 1, 0, 2]
@@ -138,24 +139,24 @@ def test_only_what_tells_a_microbatch_is_believed(name: str) -> None:
     if name == "two unknown":
         assert [one.at for one in wrong] == [f"1F of call {number}" for number in (2, 3)]
     if name in ("one unknown", "two unknown"):
-        golden(wrong[0].seen, numbers=False)
+        golden(wrong[0].observed, numbers=False)
 
 
 def test_zeros_may_be_the_only_call_left() -> None:
-    seen = calls(batches(), ORDER)
-    seen[1][2] = replace(strange(seen[1][2], 50), inputs=[sketch(torch.zeros(4, 8))])
-    (one,) = (one for one in flowing(seen)[1].crossings if one.what == "input" and not one.same)
+    observed = calls(batches(), ORDER)
+    observed[1][2] = replace(strange(observed[1][2], 50), inputs=[sketch(torch.zeros(4, 8))])
+    (one,) = (one for one in flowing(observed)[1].crossings if one.what == "input" and not one.same)
     assert one.at == "1F0"
-    golden(one.seen)
+    golden(one.observed)
 
 
 def test_a_changed_input_is_still_its_microbatch_s() -> None:
     for change in (Tensor.half, lambda x: x.flip(0), lambda x: x * 2, lambda x: x + 0.05 * drawn(60)):
-        seen = with_strangers([3, 1, 0, 2], 1, 2)
+        observed = with_strangers([3, 1, 0, 2], 1, 2)
         for call, number in ((1, 1), (2, 0)):
             given = change(model()[0](batches()[number].inputs[0]).detach()).float()
-            seen[1][call] = replace(seen[1][call], inputs=[sketch(given)])
-        assert forwards(flowing(seen)[1]) == [3, 1, 0, 2]
+            observed[1][call] = replace(observed[1][call], inputs=[sketch(given)])
+        assert forwards(flowing(observed)[1]) == [3, 1, 0, 2]
 
 
 def test_what_flows_back_tells_equal_inputs_apart() -> None:
@@ -256,12 +257,12 @@ def streamed(gates: list[Tensor]) -> dict[int, Passed]:
         watcher.watch(stage)
     for batch, gate in zip(given, gates, strict=True):
         whole(*batch.inputs, gate)
-    seen = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
-    return passed([seen], MICROBATCHES, survey.places)[0]
+    observed = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
+    return find_passages([observed], MICROBATCHES, survey.places)[0]
 
 
 def wrong_inputs(flow: Passed) -> list[tuple[str, str]]:
-    return [(one.at, one.seen) for one in flow.crossings if one.what == "input 1" and not one.same]
+    return [(one.at, one.observed) for one in flow.crossings if one.what == "input 1" and not one.same]
 
 
 def test_a_call_with_anothers_stream_keeps_its_number() -> None:
@@ -271,9 +272,9 @@ def test_a_call_with_anothers_stream_keeps_its_number() -> None:
 
 
 def test_what_a_stage_only_passed_on_tells_nothing() -> None:
-    seen = wrong_inputs(streamed([torch.ones(4, 8)] * MICROBATCHES)[1])
-    assert [at for at, _ in seen] == ["1F0", "1F1", "1F2", "1F3"]
-    assert all("no microbatch's" in what for _, what in seen), seen
+    observed = wrong_inputs(streamed([torch.ones(4, 8)] * MICROBATCHES)[1])
+    assert [at for at, _ in observed] == ["1F0", "1F1", "1F2", "1F3"]
+    assert all("no microbatch's" in what for _, what in observed), observed
 
 
 def without_parameters() -> nn.Sequential:

@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.observed import Crossing, Passed
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.observe.watching import Watcher
 from pipeproof.reference.data import Batch
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
-from pipeproof.whitebox.crossings import passed
+from pipeproof.whitebox import WhiteBox
+from pipeproof.whitebox.crossings import find_passages
 from pipeproof.whitebox.survey import Places, Survey
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
@@ -63,7 +64,7 @@ def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) 
 
 
 def flow(found: list[Call]) -> Passed:
-    return passed([{0: found}], MICROBATCHES, places())[0][0]
+    return find_passages([{0: found}], MICROBATCHES, places())[0][0]
 
 
 def wrong(found: Passed) -> list[Crossing]:
@@ -89,7 +90,7 @@ def test_a_repeated_microbatch_is_not_the_missing_one() -> None:
 def test_an_input_that_changed_before_its_backward() -> None:
     late = batches()[2].inputs[0]
     found = wrong(flow([*calls([0], late=late), *calls([1, 2])]))
-    assert [(str(one.action), one.seen) for one in found] == [("0B0", "microbatch 2's")]
+    assert [(str(one.action), one.observed) for one in found] == [("0B0", "microbatch 2's")]
     golden(found[0].what)
 
 
@@ -156,7 +157,7 @@ def near_another(model: Any, microbatches: list[Any]) -> Any:
     return near, losses
 
 
-def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: float) -> HandedBack:
+def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: float) -> StepResult:
     """The loss of microbatch 1 is not scaled, and all gradients are divided by the scale."""
 
     def scaled(stage: nn.Module, m: int, x: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: floa
     for parameter in stage.parameters():
         assert parameter.grad is not None
         parameter.grad /= scale
-    return HandedBack(stage, losses, loss_scale=scale)
+    return StepResult(stage, losses, loss_scale=scale)
 
 
 class InHalf(nn.Linear):
@@ -189,7 +190,7 @@ def small(output: Tensor, target: Tensor) -> Tensor:
     return 2.0**-5 * loss_fn(output, target)
 
 
-def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> HandedBack:
+def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> StepResult:
     losses, scale = [], 2.0**10
     for x, target in microbatches:
         losses.append(small(model(x), target))
@@ -198,7 +199,7 @@ def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> HandedBack
     norm = torch.nn.utils.get_total_norm(gradients)
     for one in gradients:
         one /= scale
-    return HandedBack(model, losses, norm.item(), loss_scale=scale)
+    return StepResult(model, losses, norm.item(), loss_scale=scale)
 
 
 def several_while_scaled(model: nn.Module, operations: Any) -> Any:
@@ -211,7 +212,7 @@ def several_while_scaled(model: nn.Module, operations: Any) -> Any:
         (sum(kept) * 2.0**10 / len(losses)).backward()
         for parameter in model.parameters():
             parameter.grad /= 2.0**10
-        yield HandedBack(model, losses, loss_scale=2.0**10)
+        yield StepResult(model, losses, loss_scale=2.0**10)
 
 
 class Little(nn.Module):
@@ -295,7 +296,7 @@ def test_what_passed_has_its_own_cause(whitebox: WhiteBox, name: str) -> None:
     assert laws in (None, {one.law for one in verdict.mismatches})
     if causes == UNSCALED:
         wrong = {one.microbatch for one in verdict.mismatches if one.law == "boundaries"}
-        assert wrong == {1}, "what the others send back is scaled, as is due"
+        assert wrong == {1}, "what the others send back is scaled, as is expected"
     if "contract" in more:
         assert {one.operation for one in verdict.mismatches} == {2}
     assert "microbatch 3's" not in verdict.details

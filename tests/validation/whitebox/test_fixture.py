@@ -16,7 +16,7 @@ import torch
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import ValidationFailed, Verdict
-from pipeproof.pytest_plugin import _drawing, _parsed_seed
+from pipeproof.pytest_plugin import _drawing, _parse_seed
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.fixture import FixtureBox, FixtureVerdict
 from pipeproof.whitebox.validator import _rerun
@@ -25,8 +25,8 @@ from pipeproof.worlds.world import World
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
-FAIL = Verdict("c", "fail", "none", (), cause=(Cause("scale", factor=4.0),), seconds=1.0)
-UNKNOWN = Verdict("c", "unknown", "none", (), headline="too little was seen")
+FAIL = Verdict("c", "fail", "none", (), causes=(Cause("scale", factor=4.0),), seconds=1.0)
+UNKNOWN = Verdict("c", "unknown", "none", (), headline="too little was observed")
 PASS = Verdict("c", "pass", "bitwise", ())
 
 
@@ -47,12 +47,12 @@ USES: dict[str, tuple[Callable[[Verdict], object], bool]] = {
     "what was run": (lambda verdict: (verdict.config, verdict.replay, verdict.measured), False),
     "truth": (bool, True),
     "raising": (raised, True),
-    "the outcome": (lambda verdict: verdict.verdict, True),
+    "the outcome": (lambda verdict: verdict.outcome, True),
     "text": (str, True),
     "repr": (repr, True),
     "status": (lambda verdict: verdict.exit_status, True),
     "a law": (lambda verdict: verdict.laws, True),
-    "the cause": (lambda verdict: verdict.cause, True),
+    "the cause": (lambda verdict: verdict.causes, True),
     "as data": (lambda verdict: verdict.as_dict(), True),
     "another": (lambda verdict: verdict == FAIL, True),
     "changed": (lambda verdict: replace(verdict, rerun="x"), True),
@@ -100,7 +100,7 @@ def test_assert_another():
     assert verdict
 def test_assert_outcome(whitebox):
     verdict = whitebox.hand_out(FAIL)
-    assert verdict.verdict == "pass"
+    assert verdict.outcome == "pass"
 def test_assert_with_text(whitebox):
     verdict = whitebox.hand_out(FAIL)
     assert verdict, str(verdict)
@@ -142,9 +142,9 @@ def test_error_late(late): pass
 """
 REASONS = {
     "test_bare_fail": "Failed: unread: scale x4 everywhere. The test has to",
-    "test_bare_unknown": "Failed: unread: UNKNOWN too little was seen. The test has to",
+    "test_bare_unknown": "Failed: unread: UNKNOWN too little was observed. The test has to",
     "test_assert_fail": "everywhere: gradients",
-    "test_assert_another": "UNKNOWN too little was seen (AssertionError)",
+    "test_assert_another": "UNKNOWN too little was observed (AssertionError)",
     "test_assert_outcome": "everywhere: gradients",
     "test_assert_with_text": "everywhere: gradients",
     "test_raise": "everywhere: gradients",
@@ -172,7 +172,7 @@ def test_a_test_that_does_not_look_fails(python: Launch, torchrun: Launch, tmp_p
     for name, text in zip(texts[1::2], texts[2::2], strict=True):
         assert text.count("again         pipeproof replay") == (name != "test_two"), text
         assert ("torch, random and numpy: --pipeproof-seed=0," in text) == (name != "test_assert_another")
-    assert "\nE   pipeproof.PipelineMismatch: FAIL " in run.stdout
+    assert "\nE   pipeproof.errors.PipelineMismatch: FAIL " in run.stdout
     for name, number in itertools.product(("shared", "test_draws", "test_draws_too"), range(1 + (way == "torchrun"))):
         assert (tmp_path / f"{name}.{number}").read_text() == drawn(f"test_it.py::{name}"), "whichever test comes first"
 
@@ -188,9 +188,9 @@ def test_draws_follow_from_name_and_seed() -> None:
     assert len({drawn("a"), drawn("b"), drawn("a", 1)}) == 3
     for left in ({"seed": None}, {"fixtures": ("tmp_path",)}):
         with drawing_apart(3):
-            due = drawn("a", None)
+            expected = drawn("a", None)
         with drawing_apart(3):
-            assert drawn("a", **left) == due  # type: ignore[arg-type]
+            assert drawn("a", **left) == expected  # type: ignore[arg-type]
 
 
 def test_a_replay_says_a_seed_other_than_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_a_replay_says_a_seed_other_than_0(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("text", ["-1", "x", "", "²"])
 def test_a_seed_that_is_none_is_refused(text: str) -> None:
-    assert [_parsed_seed("off"), _parsed_seed("7")] == [None, 7]
+    assert [_parse_seed("off"), _parse_seed("7")] == [None, 7]
     with pytest.raises(ArgumentTypeError, match="expected a whole number, as 7, or off"):
-        _parsed_seed(text)
+        _parse_seed(text)
 
 
 def test_draws_change_nothing_later() -> None:
@@ -215,12 +215,12 @@ def test_draws_change_nothing_later() -> None:
     with drawing_apart(0):
         with drawing_apart(3):
             first = numbers()
-        due = numbers()
+        expected = numbers()
     with drawing_apart(0):
         with drawing_apart(3):
             again = [numbers(), numbers()]
         with drawing_apart(4):
             other = numbers()
-        assert numbers() == due
+        assert numbers() == expected
     assert again[0] == first
     assert len({*first, *other}) == 6

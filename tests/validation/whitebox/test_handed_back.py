@@ -11,7 +11,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.timeline import simulate
-from pipeproof.whitebox.handed_back import HandBackError, HandedBack, Operation, Operations, understood
+from pipeproof.whitebox.handed_back import HandBackError, Operation, Operations, StepResult, understood
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from pipeproof.whitebox.handed_back import HandBackError, HandedBack, Operation,
         (([], None, "x"), "step returned 'x' as the gradient norm"),
         (([], None, None, ["0X1"]), "step returned a trace that cannot be read: '0X1' is not an action"),
         (([], None, None, 3), "step returned a trace that cannot be read"),
-        (HandedBack([], loss_scale=0.0), "step returned 0.0 as loss_scale: expected a number above 0"),
-        (HandedBack([], loss_scale="x"), "step returned 'x' as loss_scale: expected a number above 0"),  # type: ignore[arg-type]
+        (StepResult([], loss_scale=0.0), "step returned 0.0 as loss_scale: expected a number above 0"),
+        (StepResult([], loss_scale="x"), "step returned 'x' as loss_scale: expected a number above 0"),  # type: ignore[arg-type]
         ((), "step returned a tuple of 0"),
-        ((one for one in ()), "step yields, and there is one step: pass operations=, those that it goes through"),
-        (HandedBack([], outputs=[1]), "step returned a list as outputs: expected a mapping"),
-        (HandedBack([], outputs={"a": ["x"]}), "step returned a list as the output 'a': expected a list with a tensor"),
+        ((one for one in ()), "step yields, but is one step: pass operations=, the list that it goes through"),
+        (StepResult([], outputs=[1]), "step returned a list as outputs: expected a mapping"),
+        (StepResult([], outputs={"a": ["x"]}), "step returned a list as the output 'a': expected a list with a tensor"),
         (([], 1, 2, 3, 4), "step returned a tuple of 5"),
         (
             ({"w": (torch.ones(2), 3)}, None),
@@ -57,35 +57,35 @@ def test_every_form_that_is_understood() -> None:
     assert (handed.by_microbatch, handed.whole_loss, handed.norm) == ((1.0, 2.0), None, 3.0)
     assert understood((module, torch.tensor([1.0, 2.0])), "step").by_microbatch == (1.0, 2.0)
     assert understood((module, 1.5), "step").whole_loss == 1.5
-    assert understood(HandedBack([]), "step").by_microbatch == ()
+    assert understood(StepResult([]), "step").by_microbatch == ()
 
 
 def test_a_trace_may_be_names_of_actions() -> None:
     trace = trace_of(simulate(build("gpipe", ranks=2, microbatches=2)))
-    computed = [str(action) for action in HandedBack([], trace=trace).actions(1) or () if "RECV" not in str(action)]
+    computed = [str(action) for action in StepResult([], trace=trace).actions(1) or () if "RECV" not in str(action)]
     assert computed[:2] == ["1F0", "1F1"]
-    assert HandedBack([], trace=["0F1"]).actions(0) == (Action.parse("0F1"),)
-    assert HandedBack([], trace=[Action.parse("0F1")]).actions(0) == (Action.parse("0F1"),)
-    assert HandedBack([]).actions(0) is None
+    assert StepResult([], trace=["0F1"]).actions(0) == (Action.parse("0F1"),)
+    assert StepResult([], trace=[Action.parse("0F1")]).actions(0) == (Action.parse("0F1"),)
+    assert StepResult([]).actions(0) is None
 
 
 def test_modules_and_gradients_go_together() -> None:
     """A mapping beside modules: by name where one of them has it, by the parameter itself anywhere."""
     one, two = nn.Linear(2, 2), nn.Linear(2, 3)
     made = torch.ones(2, 2)
-    handed = understood(HandedBack(one, gradients={"weight": made}), "step")
+    handed = understood(StepResult(one, gradients={"weight": made}), "step")
     assert handed.modules == [one]
     assert handed.by_parameter == {id(one.weight): made}
-    both = understood(HandedBack([one, two], gradients={one.weight: made, two.weight: None}), "step")
+    both = understood(StepResult([one, two], gradients={one.weight: made, two.weight: None}), "step")
     assert both.by_parameter == {id(one.weight): made, id(two.weight): None}
-    assert understood(HandedBack([one]), "step").by_parameter is None, "they are in .grad"
+    assert understood(StepResult([one]), "step").by_parameter is None, "they are in .grad"
     assert understood({"weight": made}, "step").by_parameter is None, "there is no module that has them"
 
 
 def test_one_weight_under_two_names_is_one() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight
-    handed = understood(HandedBack(module, gradients={"b.weight": None}), "step")
+    handed = understood(StepResult(module, gradients={"b.weight": None}), "step")
     assert handed.by_parameter == {id(module["a"].weight): None}
 
 
@@ -106,7 +106,7 @@ def test_one_weight_under_two_names_is_one() -> None:
 )
 def test_gradients_that_go_with_no_module_are_said(modules: Any, gradients: Any, sentence: str) -> None:
     with pytest.raises(HandBackError, match=sentence):
-        _ = understood(HandedBack(modules, gradients=gradients), "step").by_parameter
+        _ = understood(StepResult(modules, gradients=gradients), "step").by_parameter
 
 
 WANTED = [Operation("train", [1]), Operation("eval", [2])]
@@ -116,7 +116,7 @@ def through(step: Callable[[Operations], Any]) -> tuple[list[object], list[int]]
     """What was handed back, and the operations that began."""
     begun: list[int] = []
     operations = Operations(WANTED, begun.append, step="step")
-    return list(operations.handed_back(step(operations))), begun
+    return list(operations.collect(step(operations))), begun
 
 
 def test_each_operation_begins_when_it_is_asked_for() -> None:

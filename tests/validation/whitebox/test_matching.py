@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeproof.whitebox.matching import Local, match, renamed
+from pipeproof.whitebox.matching import Local, match, rename
 from tests.support.golden import golden
 
 # Two blocks of a norm, whose weights are all alike, and a linear layer.
@@ -88,4 +88,4 @@ PREFIXES = {"stage.": "", "stage.1.": "b.", "x": "y"}
     ],
 )
 def test_names_are_made_by_prefix_or_function(names: Any, name: str, made: str | None) -> None:
-    assert renamed(names, name, rank=1, chunk=3) == made
+    assert rename(names, name, rank=1, chunk=3) == made

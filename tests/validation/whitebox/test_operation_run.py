@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.replicas import ReplicasError
 from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, blocks, loss_fn, pairs
 
@@ -99,15 +100,15 @@ def in_a_copy(model: nn.Sequential, operations: Operations, *, cut: int = 2) -> 
 def once(model: nn.Module, operations: Operations) -> Iterator[Any]:
     """Modules are handed back once."""
     for number, (module, losses) in enumerate(run(model, operations)):
-        yield HandedBack(() if number else module, losses)
+        yield StepResult(() if number else module, losses)
 
 
 def named(model: nn.Module, losses: list[float]) -> Any:
     return {name: one.grad for name, one in model.named_parameters()}, losses
 
 
-def with_masters(model: nn.Module, losses: list[float]) -> HandedBack:
-    return HandedBack(model, losses, masters=True)
+def with_masters(model: nn.Module, losses: list[float]) -> StepResult:
+    return StepResult(model, losses, masters=True)
 
 
 class Counting(nn.Module):
@@ -151,8 +152,8 @@ class Right:
 
 TWICE = ("train", "train")
 AVERAGED = partial(Right, reference=normed, steps=TWICE)
-OWN_BUFFERS = (("buffers", "not seen"), ("second-step", "pass"), ("eval", "pass"))
-NAMED = (("accumulation", "pass"), ("second-step", "not seen"))
+OWN_BUFFERS = (("buffers", "not observed"), ("second-step", "pass"), ("eval", "pass"))
+NAMED = (("accumulation", "pass"), ("second-step", "not observed"))
 RIGHT = {
     "plain": Right(run),
     "last microbatch first": Right(partial(run, first=-1)),
@@ -175,8 +176,8 @@ RIGHT = {
         steps=("eval", "train", "train", "eval"),
         laws=OWN_BUFFERS,
     ),
-    "averages, unwatched": AVERAGED(run, laws=(("buffers", "not seen"),), told="buffers"),
-    "averages, last first": AVERAGED(partial(run, first=-1, watched=True), laws=(("buffers", "not seen"),)),
+    "averages, unwatched": AVERAGED(run, laws=(("buffers", "not observed"),), told="buffers"),
+    "averages, last first": AVERAGED(partial(run, first=-1, watched=True), laws=(("buffers", "not observed"),)),
     "averages, evaluated": Right(
         partial(run, first=-1), reference=normed, steps=("train", "eval", "train"), laws=(("eval", "pass"),)
     ),
@@ -190,14 +191,14 @@ def test_a_right_run_passes(whitebox: WhiteBox, name: str) -> None:
     one = RIGHT[name]
     more = {"reference": one.reference, "optimizer": one.optimizer}
     verdict = judged(whitebox, one.step, one.ranks, steps=[*one.steps], **more)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     assert [(law, verdict.law(law).outcome) for law, _ in one.laws] == [*one.laws], verdict
     updates = verdict.law("updated-parameters")
-    assert updates.outcome == ("not seen" if one.optimizer is None else "pass")
+    assert updates.outcome == ("not observed" if one.optimizer is None else "pass")
     assert one.optimizer is not None or updates.reasons == (Reason.OPTIMIZER,)
     if ("buffers", "pass") in one.laws:
         assert verdict.law("buffers").checked == 6
-    unseen = [law for law, outcome in one.laws if outcome == "not seen" and one.ranks == 1]
+    unseen = [law for law, outcome in one.laws if outcome == "not observed" and one.ranks == 1]
     assert {verdict.law(law).reasons for law in unseen} <= {(Reason.UNREPORTED,)}
     if one.told:
         golden(verdict.law(one.told).note)
@@ -216,11 +217,11 @@ def without_losses_of_evaluations(model: nn.Module, operations: Operations, *, w
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_an_evaluation_without_losses_is_not_known(whitebox: WhiteBox, watched: bool) -> None:
+def test_an_evaluation_without_losses_is_not_known(whitebox_here: WhiteBox, watched: bool) -> None:
     """What it computed may be anything, though it left weights and gradients alone."""
-    verdict = judged(whitebox, partial(without_losses_of_evaluations, watched=watched))
+    verdict = judged(whitebox_here, partial(without_losses_of_evaluations, watched=watched))
     law = verdict.law("eval")
-    assert (verdict.verdict, law.outcome, law.reasons) == ("unknown", "unknown", (Reason.UNREPORTED,)), verdict
+    assert (verdict.outcome, law.outcome, law.reasons) == ("unknown", "unknown", (Reason.UNREPORTED,)), verdict
 
 
 class Bounded(nn.Module):
@@ -249,11 +250,11 @@ def explodes(model: nn.Sequential, operations: Operations) -> Iterator[Any]:
             model[0].scale.fill_(1.0)  # type: ignore[operator,union-attr]
 
 
-def test_what_the_reference_raises_hides_no_fault(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, explodes, reference=bounded, steps=["train", "train"])
+def test_what_the_reference_raises_hides_no_fault(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, explodes, reference=bounded, steps=["train", "train"])
     assert verdict.law("updated-parameters").outcome == "fail"
-    assert [one.kind for one in verdict.cause] == ["update"]
-    golden(judged(whitebox, explodes, reference=bounded, optimizer=None).details.splitlines()[0])
+    assert [one.kind for one in verdict.causes] == ["update"]
+    golden(judged(whitebox_here, explodes, reference=bounded, optimizer=None).details.splitlines()[0])
 
 
 # Operations with different numbers of microbatches.
@@ -289,7 +290,7 @@ class Course:
                     dist.all_reduce(one)
                     one /= dist.get_world_size()
                 optimizer.step()
-            yield HandedBack(stage, losses, accumulation=self.adds)
+            yield StepResult(stage, losses, accumulation=self.adds)
             if name == "train" and fault != "not cleared":
                 optimizer.zero_grad()
 
@@ -320,7 +321,7 @@ UNEVENLY: list[tuple[Course, Any, tuple[int, str, tuple[int, ...], float | None]
 def test_operations_have_microbatches_of_their_own(whitebox: WhiteBox, step: Course, ranks: Any, wrong: Any) -> None:
     verdict = course(whitebox, step, ranks)
     if wrong is None:
-        assert verdict.verdict == "pass", verdict
+        assert verdict.outcome == "pass", verdict
         assert {verdict.law(law).outcome for law in ("updated-parameters", "accumulation", "eval")} == {"pass"}
         assert verdict.law("loss").checked == 14, "of all microbatches of all operations"
         ran = verdict.measured.ran
@@ -329,11 +330,11 @@ def test_operations_have_microbatches_of_their_own(whitebox: WhiteBox, step: Cou
         golden(verdict.config)
         return
     operation, kind, microbatches, factor = wrong
-    (cause,) = verdict.cause
-    assert (verdict.verdict, verdict.mismatches[0].operation) == ("fail", operation), verdict
+    (cause,) = verdict.causes
+    assert (verdict.outcome, verdict.mismatches[0].operation) == ("fail", operation), verdict
     assert (cause.kind, cause.microbatches, cause.factor) == (kind, microbatches, factor and pytest.approx(factor))
 
 
-def test_every_replica_needs_a_microbatch(whitebox: WhiteBox) -> None:
+def test_every_replica_needs_a_microbatch(whitebox_here: WhiteBox) -> None:
     with pytest.raises(ReplicasError, match="2 microbatches for 3 replicas: expected at least one for each"):
-        course(whitebox, Course(), {"dp": 3})
+        course(whitebox_here, Course(), {"dp": 3})

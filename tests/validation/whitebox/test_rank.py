@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof import StepResult, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.rank import Origin
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
@@ -54,7 +55,7 @@ class Gathered(torch.autograd.Function):
         return gradient.chunk(2, -1)[dist.get_rank()].contiguous()
 
 
-def in_halves(model: Any, microbatches: list[Any], *, none: tuple[int, ...]) -> HandedBack:
+def in_halves(model: Any, microbatches: list[Any], *, none: tuple[int, ...]) -> StepResult:
     """Each rank has half of the rows of ``a``; those of ``none`` hand back no gradient of its weight."""
     rank, losses = dist.get_rank(), []
     rows = slice(4 * rank, 4 * rank + 4)
@@ -67,7 +68,7 @@ def in_halves(model: Any, microbatches: list[Any], *, none: tuple[int, ...]) -> 
     weight = None if rank in none else half.weight.grad
     gradients = {half.weight: (weight, rows), half.bias: (half.bias.grad, rows)}
     gradients |= {model.b.weight: model.b.weight.grad, model.b.bias: model.b.bias.grad}
-    return HandedBack(nn.ModuleDict({"a": half, "b": model.b}), losses, gradients=gradients)
+    return StepResult(nn.ModuleDict({"a": half, "b": model.b}), losses, gradients=gradients)
 
 
 def without_a_call(model: Any, microbatches: list[Any]) -> Any:
@@ -82,7 +83,7 @@ def without_a_call(model: Any, microbatches: list[Any]) -> Any:
     return model, losses
 
 
-def copied(model: Any, microbatches: list[Any], *, before: bool) -> HandedBack:
+def copied(model: Any, microbatches: list[Any], *, before: bool) -> StepResult:
     """One gradient is zero in the copies that are handed back, or a parameter's was cleared; then all are cleared."""
     watch(model)
     losses: list[Any] = []
@@ -93,7 +94,7 @@ def copied(model: Any, microbatches: list[Any], *, before: bool) -> HandedBack:
         model.zero_grad()
     kept = {one: torch.zeros_like(one) if k == 0 else one.grad for k, one in enumerate(model.parameters())}
     model.zero_grad()
-    return HandedBack([model], losses, gradients=None if before else kept)
+    return StepResult([model], losses, gradients=None if before else kept)
 
 
 FROZEN, TP = partial(two, frozen=True), {"tp": 2}
@@ -114,15 +115,15 @@ def test_what_a_rank_brings_back(whitebox: WhiteBox, name: str) -> None:
     """Parts without a gradient, weights that no call showed, and gradients that were cleared once they were copied."""
     step, reference, ranks, causes = STEPS[name]
     verdict = whitebox.validate(step, reference=reference, microbatches=pairs(), ranks=ranks, loss_fn=loss_fn)
-    assert verdict.verdict == ("pass" if causes is None else "fail"), verdict
-    assert [one.kind for one in verdict.cause] == (causes or []), verdict
+    assert verdict.outcome == ("pass" if causes is None else "fail"), verdict
+    assert [one.kind for one in verdict.causes] == (causes or []), verdict
     if name.startswith("no gradient"):
         assert verdict.law("initial-weights").outcome == "pass", verdict
         assert verdict.law("shards").outcome == ("fail" if "on one" in name else "pass")
-        golden("\n".join(f"{one.law}: {one.parameter} {one.seen}" for one in verdict.mismatches))
+        golden("\n".join(f"{one.law}: {one.parameter} {one.observed_text}" for one in verdict.mismatches))
     if name == "not called":
         golden("\n".join(map(str, verdict.ruled_out)))
         assert "a.weight" in verdict.law("initial-weights").note
     if name.startswith("cleared"):
-        told = any(line.what == "cleared" for cause in verdict.cause for line in cause.lines)
+        told = any(line.what == "cleared" for cause in verdict.causes for line in cause.lines)
         assert told == (name == "cleared before"), str(verdict)

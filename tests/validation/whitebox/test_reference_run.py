@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.observe.sketch import Sketch, digest_of_values, sketch
 from pipeproof.core.replicas import Replicas
 from pipeproof.reference.step import Recipe, Reference, Site
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.reference_run import ReferenceRun, SecondModel
 from pipeproof.whitebox.survey import Places
 from pipeproof.whitebox.task import ReferenceRaised, Task
@@ -50,11 +51,11 @@ def task_of(*, wrong: int | None = None) -> Task:
 
 
 def run_of(task: Task) -> ReferenceRun:
-    return ReferenceRun(task, task.built("cpu"), Replicas((0, 0), MICROBATCHES))
+    return ReferenceRun(task, task.build("cpu"), Replicas((0, 0), MICROBATCHES))
 
 
-def due(task: Task, owner: Mapping[str, int]) -> list[Mapping[Site, Tensor | None]]:
-    model = task.built("cpu")
+def expected(task: Task, owner: Mapping[str, int]) -> list[Mapping[Site, Tensor | None]]:
+    model = task.build("cpu")
     reference = Reference(model, owner=owner, recipe=Recipe(loss=task.loss))
     return [one.gradients for one in reference.contribute(task.batches(model))]
 
@@ -72,11 +73,11 @@ def test_stages_that_are_told_late_get_the_same(owner: dict[str, int], ahead_hol
     task = task_of()
     ahead = run_of(task)
     next(ahead)  # a part of it while the ranks are busy
-    run = ahead.settled(owner, watched=True)
+    run = ahead.settle(owner, watched=True)
     assert (run is ahead) == ahead_holds
-    made = run.made(owner)
+    made = run.contributions(owner)
     assert len(made) == MICROBATCHES
-    for one, wanted in zip(made, due(task, owner), strict=True):
+    for one, wanted in zip(made, expected(task, owner), strict=True):
         assert equal(one.gradients, wanted)
     assert run.places is not None
     for way in run.places:
@@ -85,10 +86,10 @@ def test_stages_that_are_told_late_get_the_same(owner: dict[str, int], ahead_hol
 
 def test_an_unwatched_run_is_not_surveyed() -> None:
     ahead = run_of(task_of())
-    run = ahead.settled(APART, watched=False)
+    run = ahead.settle(APART, watched=False)
     assert run is not ahead
     assert run.places is None
-    assert len(run.made(APART)) == MICROBATCHES
+    assert len(run.contributions(APART)) == MICROBATCHES
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["before the ranks end", "after"])
@@ -104,16 +105,16 @@ def test_sketches_are_gathered_only_of_what_nobody_has(monkeypatch: pytest.Monke
     begun = run_of(task)
     if ahead:
         next(begun)
-    run = begun.settled(APART, watched=True)
-    run.made(APART)
+    run = begun.settle(APART, watched=True)
+    run.contributions(APART)
     assert run.places is not None
     assert made == []
     forward, backward = run.places
-    model = task.built("cpu")
-    seen = [sketch(model(batch.inputs[0])) for batch in task.batches(model)]
-    assert forward.recognise(seen)
-    assert [*forward[place].values()] == seen
-    assert made == [], "what was seen is what passes: that is known by its content"
+    model = task.build("cpu")
+    observed = [sketch(model(batch.inputs[0])) for batch in task.batches(model)]
+    assert forward.recognise(observed)
+    assert [*forward[place].values()] == observed
+    assert made == [], "what was observed is what passes: that is known by its content"
     assert not forward.recognise([sketch(torch.ones(2, 4))])
     gathered = backward[place]
     assert len(made) == len({*made}) == MICROBATCHES * 5, "an input, two outputs and their gradients"
@@ -133,19 +134,19 @@ def test_only_what_may_be_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     places, kept = Places(gather=lambda: None), [torch.full((3,), float(k)) for k in range(4)]
     for number, one in enumerate(kept):
         places.keep("layer", number, one)
-    seen = [sketch(one) for one in kept]
-    assert places.recognise(seen[1:2])
-    assert looked == [seen[1].digest]
-    assert list(places.find(seen[1])) == [("layer", 1)]
-    assert looked == [seen[1].digest], "nothing else can be that"
-    assert list(places.find(seen[3])) == [("layer", 3)]
-    assert sorted(looked) == sorted(one.digest for one in seen), "any may be what is new"
+    observed = [sketch(one) for one in kept]
+    assert places.recognise(observed[1:2])
+    assert looked == [observed[1].digest]
+    assert list(places.find(observed[1])) == [("layer", 1)]
+    assert looked == [observed[1].digest], "nothing else can be that"
+    assert list(places.find(observed[3])) == [("layer", 3)]
+    assert sorted(looked) == sorted(one.digest for one in observed), "any may be what is new"
 
 
 def test_an_unwatched_run_keeps_nothing() -> None:
     ahead = run_of(task_of())
     next(ahead)
-    assert ahead.settled(APART, watched=False) is ahead
+    assert ahead.settle(APART, watched=False) is ahead
     assert ahead.places is None
 
 
@@ -153,10 +154,10 @@ def test_what_the_reference_raises_is_kept() -> None:
     task = task_of(wrong=1)
     ahead = run_of(task)
     assert len(list(ahead)) == 2, "nothing is made behind the microbatch that raises"
-    run = ahead.settled(APART, watched=False)
+    run = ahead.settle(APART, watched=False)
     assert run is ahead
     with pytest.raises(ReferenceRaised, match=r"on microbatch 1 .* mat1 and mat2"):
-        run.made(APART)
+        run.contributions(APART)
 
 
 PAIR = (torch.ones(2, 4), torch.zeros(2, 4))
@@ -179,7 +180,7 @@ def dropping() -> nn.Module:
 def twin_of(build: Callable[[], nn.Module]) -> tuple[SecondModel, float, Task]:
     """A second, the loss of the first model, and their task."""
     task = Task(lambda model, data: None, build, (PAIR,), nn.functional.mse_loss, None)
-    model = task.built("cpu")
+    model = task.build("cpu")
     second = SecondModel(task, "cpu", model)
     assert len(list(second)) == 1
     return second, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
@@ -245,6 +246,6 @@ def test_what_a_narrower_type_rounds_is_right(block: type[Narrow], factor: float
     build, run = partial(model_of, block), partial(in_halves, factor=factor)
     verdict = whitebox.validate(run, reference=build, microbatches=data(), ranks=2, loss_fn=loss_fn)
     if factor == 1.0:
-        assert (verdict.verdict, verdict.tier) == ("pass", "bf16"), verdict
+        assert (verdict.outcome, verdict.tier) == ("pass", "bf16"), verdict
         assert verdict.law("gradient").exact == 0, "and no gradient is what another kernel gives"
-    assert [(one.kind, one.stage) for one in verdict.cause] == [("sign", 0)] * (factor != 1.0), verdict
+    assert [(one.kind, one.stage) for one in verdict.causes] == [("sign", 0)] * (factor != 1.0), verdict

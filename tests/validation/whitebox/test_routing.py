@@ -48,7 +48,7 @@ def test_routers_are_paired_stage_by_stage() -> None:
     assert not routing.differs(made())
     flipped = Routing.of(found({"router": OWN}, {"": [OWN[0], OWN[1].flip(0)]}), made())
     assert flipped.differs(made())
-    assert [sorted(told) for told in flipped.chosen(2)] == [["a.gate", "b.gate"]] * 2
+    assert [sorted(told) for told in flipped.choices(2)] == [["a.gate", "b.gate"]] * 2
 
 
 def test_after_a_wrong_choice_the_references_scores_count() -> None:
@@ -59,7 +59,7 @@ def test_after_a_wrong_choice_the_references_scores_count() -> None:
     assert routing.wrong == {("a.gate", 1)}
     kept = {Routed(0, "a.gate", 0), Routed(0, "a.gate", 1), Routed(0, "b.gate", 0)}
     assert {*routing.ranks[0]} == kept, "what a later router chose follows from it"
-    assert [sorted(told) for told in routing.chosen(2)] == [["a.gate", "b.gate"], []]
+    assert [sorted(told) for told in routing.choices(2)] == [["a.gate", "b.gate"], []]
     assert not routing.differs(made())
 
 
@@ -81,7 +81,7 @@ def test_one_router_in_another_order_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("routes", "told"),
     [
-        ({}, "no router was seen to choose"),
+        ({}, "no router was observed to choose"),
         ({"x": OWN, "y": OWN}, "2 routers chose where the reference has a.gate"),
         ({"x": OWN * 2}, "x chose 4 times in 2 microbatches, and the reference's a.gate 1 time in each"),
         ({"x": [one[:2] for one in OWN]}, "x chose 1 for each of 2 tokens, and the reference 1 for each of 3"),
@@ -96,12 +96,12 @@ def test_what_does_not_fit_is_said(routes: dict[str, list[torch.Tensor]], told: 
 
 
 def test_a_router_may_choose_for_some_microbatches_alone() -> None:
-    due = made()
-    due[0] = SimpleNamespace(choices={"b.gate": due[0].choices["b.gate"]})
-    routing = Routing.of(found({"router": OWN[1:]}, {"router": OWN}), due)
+    expected = made()
+    expected[0] = SimpleNamespace(choices={"b.gate": expected[0].choices["b.gate"]})
+    routing = Routing.of(found({"router": OWN[1:]}, {"router": OWN}), expected)
     assert (routing.reason, [*routing.ranks[0]]) == ("", [Routed(0, "a.gate", 1)])
-    assert not routing.differs(due)
-    more = Routing.of(found({"router": OWN}, {"router": OWN}), due)
+    assert not routing.differs(expected)
+    more = Routing.of(found({"router": OWN}, {"router": OWN}), expected)
     golden(more.reason)
 
 

@@ -34,7 +34,7 @@ def made(*parts: ModulePart, actions: str = "") -> RankMade:
 def broken(ranks: list[RankMade], replicas: Replicas) -> list[tuple[str, int, str]]:
     (merged,) = [part for one in join_parts(ranks, replicas) for part in one.parts]
     return [
-        (claim.law, claim.rank, claim.seen)
+        (claim.law, claim.rank, claim.observed)
         for claim in claims((0, "w"), 0, merged.members, replicas)
         if not claim.holds
     ]
@@ -139,7 +139,7 @@ def test_a_part_left_out_is_no_missing_parameter(other: ModulePart | None) -> No
     ranks = [made(FLAT), made() if other is None else made(replace(other, locals=(Local("v"),)))]
     (merged,) = [part for one in join_parts(ranks, TWICE) for part in one.parts]
     for k in range(len(merged.locals)):
-        assert [one.seen for one in claims((0, "w"), k, merged.members, TWICE) if not one.holds] == []
+        assert [one.observed for one in claims((0, "w"), k, merged.members, TWICE) if not one.holds] == []
 
 
 def test_shards_of_other_peers_are_other_stages() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Contract
+from pipeproof import Contract, StepResult
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from tests.support import tensor_parallel
 from tests.support.judgements import counting_judgements
 from tests.support.steps import blocks, loss_fn, pairs
@@ -26,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(
     model: nn.Module, operations: Iterator[tuple[str, list[Any]]], *, wrong: int | None = None, scale: float = 1.0
-) -> Iterator[HandedBack]:
+) -> Iterator[StepResult]:
     """Every operation of the plan; in the ``wrong`` one losses lack a part. Gradients of losses are ``scale`` times."""
     optimizer = sgd(model)
     for number, (operation, own) in enumerate(operations):
@@ -39,7 +39,7 @@ def trained(
                 one.grad = None if one.grad is None else one.grad / scale
         if operation == "train":
             optimizer.step()
-        yield HandedBack(model, [loss.item() for loss in losses], loss_scale=None if scale == 1.0 else scale)
+        yield StepResult(model, [loss.item() for loss in losses], loss_scale=None if scale == 1.0 else scale)
         if operation == "train":
             optimizer.zero_grad()
 
@@ -54,10 +54,10 @@ def trained(
     ],
 )
 def test_each_operation_is_judged_once(
-    whitebox: WhiteBox, plan: list[str], made: dict[str, Any], judged: list[int], outcome: str
+    whitebox_here: WhiteBox, plan: list[str], made: dict[str, Any], judged: list[int], outcome: str
 ) -> None:
     with counting_judgements() as found:
-        verdict = whitebox.validate(
+        verdict = whitebox_here.validate(
             partial(trained, **made),
             reference=blocks,
             microbatches=pairs(3 * len(plan)),
@@ -66,7 +66,7 @@ def test_each_operation_is_judged_once(
             optimizer=sgd,
             contract=Contract(operations=plan),
         )
-    assert (verdict.verdict, found) == (outcome, judged), verdict
+    assert (verdict.outcome, found) == (outcome, judged), verdict
 
 
 TP, DP, PP = {"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}
@@ -133,6 +133,7 @@ def doubled_rows(rank: int, layers: nn.Sequential) -> None:
         layers[0].up.weight.grad.mul_(2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [TP, DP, PP], ids=["tp", "dp, tp", "pp, tp"])
 def test_every_rank_is_compared(whitebox: WhiteBox, ranks: dict[str, int]) -> None:
     verdict = judged_together(whitebox, ranks)
@@ -181,8 +182,8 @@ OPEN = {
 def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, fault: str) -> None:
     ranks, planted, named = FAULTS[fault]
     verdict = judged_together(whitebox, ranks, **planted)
-    assert verdict.verdict == "fail"
-    one, *_ = verdict.cause
+    assert verdict.outcome == "fail"
+    one, *_ = verdict.causes
     assert (one.kind, one.rank, one.stage, one.microbatches) == named, verdict
     assert not any("wrong-message" in one.kinds for one in verdict.ruled_out) or "parts" in fault
     if "targets" in fault:

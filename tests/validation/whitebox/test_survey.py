@@ -1,6 +1,6 @@
 """Where in the reference what passes: each stage's own part of a gradient, and what the reference never computes.
 
-A tensor that flows to several places has a gradient of several parts; at each boundary its own part is due.
+A tensor that flows to several places has a gradient of several parts; at each boundary its own part is expected.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.survey import Computed, Places
 from tests.support.sweeps import SWEEP
 
 WIDTH, COUNT = 8, 4
 loss_fn = nn.functional.mse_loss
 Gradients = dict[int, Tensor]
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 class Summing(nn.Module):
@@ -146,10 +153,10 @@ def test_every_boundary_is_compared(whitebox: WhiteBox, model: str, change: str)
     verdict = judged(whitebox, MODELS[model], step(made))
     law = verdict.law("boundaries")
     if not change:
-        assert (verdict.verdict, law.outcome, law.note) == ("pass", "pass", ""), verdict
+        assert (verdict.outcome, law.outcome, law.note) == ("pass", "pass", ""), verdict
         assert law.exact == law.checked > 0
-    assert bool(verdict.cause) == bool(change), verdict
-    assert all(cause.kind in kinds and cause.stage == 1 for cause in verdict.cause), verdict
+    assert bool(verdict.causes) == bool(change), verdict
+    assert all(cause.kind in kinds and cause.stage == 1 for cause in verdict.causes), verdict
 
 
 @pytest.mark.parametrize(
@@ -165,9 +172,9 @@ def test_what_cannot_be_cut_is_left_out(
     verdict = judged(
         whitebox, MODELS["summed"], step(lambda stage, m, g: {k: one * (2 - stage) for k, one in g.items()})
     )
-    assert verdict.verdict == "fail"
-    assert (verdict.unsought.partition(" (")[0], bool(verdict.cause)) == (said, not said), verdict
-    assert judged(whitebox, MODELS["summed"], step()).verdict == "pass"
+    assert verdict.outcome == "fail"
+    assert (verdict.unsought.partition(" (")[0], bool(verdict.causes)) == (said, not said), verdict
+    assert judged(whitebox, MODELS["summed"], step()).outcome == "pass"
 
 
 GIVEN = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -180,7 +187,7 @@ def computed(function: Callable[[Tensor], Tensor]) -> Computed:
 
 
 @pytest.mark.parametrize(
-    ("seen", "lacks"),
+    ("observed", "lacks"),
     [
         (GIVEN.exp(), False),
         (GIVEN.exp() * (1 + 1e-6), False),
@@ -193,8 +200,8 @@ def computed(function: Callable[[Tensor], Tensor]) -> Computed:
         (GIVEN.exp() + 0.1, True),
     ],
 )
-def test_what_a_computation_lacks(seen: Tensor, lacks: bool) -> None:
-    assert computed(lambda x: (x.exp() + 1).log()).lacks(sketch(seen)) == lacks
+def test_what_a_computation_lacks(observed: Tensor, lacks: bool) -> None:
+    assert computed(lambda x: (x.exp() + 1).log()).lacks(sketch(observed)) == lacks
 
 
 def test_where_random_numbers_are_drawn_nothing_is_known() -> None:

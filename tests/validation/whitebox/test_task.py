@@ -24,6 +24,12 @@ GOOD: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -47,7 +53,7 @@ def test_every_operation_has_its_part_of_the_microbatches() -> None:
     parts = [task.operation(number) for number in range(3)]
     assert [[int(x[0, 0]) for x, _ in part.microbatches] for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [part.loss.divisor for part in parts] == [2.0, 2.0, 2.0]
-    assert [part.built("cpu").training for part in parts] == [True, False, True]
+    assert [part.build("cpu").training for part in parts] == [True, False, True]
     golden(task.title(2))
 
 
@@ -70,7 +76,7 @@ def test_a_later_operation_begins_with_what_was_left() -> None:
 )
 def test_a_reference_that_is_none_is_refused(reference: Any, sentence: str) -> None:
     with pytest.raises(WhiteBoxError, match=sentence):
-        Task(**GOOD | {"reference": reference}).built("cpu")
+        Task(**GOOD | {"reference": reference}).build("cpu")
 
 
 def test_without_a_loss_function_the_model_gives_it() -> None:
@@ -133,12 +139,12 @@ SCHEDULED = ["train", "accumulate", "train", "eval", "train", "train"]
 )
 def test_rates_are_those_of_the_scheduler(whitebox: WhiteBox, made: Any, times: int, steps: list[str]) -> None:
     verdict = judged(whitebox, partial(scheduled, made=made, times=times), made, steps)
-    assert verdict.verdict == verdict.law("updated-parameters").outcome == ("pass" if times == 1 else "fail"), verdict
+    assert verdict.outcome == verdict.law("updated-parameters").outcome == ("pass" if times == 1 else "fail"), verdict
     if times != 1:
-        assert [cause.kind for cause in verdict.cause] == ["update"], verdict
+        assert [cause.kind for cause in verdict.causes] == ["update"], verdict
         assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
         assert "operation 3" in verdict.details, verdict
-        golden(verdict.cause[0].detail.rpartition(" and ")[2])
+        golden(verdict.causes[0].detail.rpartition(" and ")[2])
 
 
 def no_optimizer(model: nn.Module) -> Any:
@@ -152,5 +158,5 @@ def no_scheduler(model: nn.Module) -> Any:
 @pytest.mark.parametrize("made", [no_optimizer, no_scheduler])
 def test_what_is_no_optimizer_is_said(whitebox: WhiteBox, made: Any) -> None:
     verdict = judged(whitebox, partial(scheduled, made=halved), made, ["train"])
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.stopped.rpartition(" (")[0])

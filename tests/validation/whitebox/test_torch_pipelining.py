@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining under whitebox.validate: right steps pass to the bit, planted faults are seen."""
+"""torch.distributed.pipelining under whitebox.validate: right steps pass to the bit, planted faults are observed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,9 +13,10 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof import StepResult
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, torch_pipelining
+from pipeproof.whitebox import WhiteBox, torch_pipelining
 from tests.support.golden import golden
 from tests.support.steps import Pairs, blocks, pairs
 
@@ -126,7 +127,7 @@ def replicated(model: nn.Module, microbatches: list[Any], *, name: str) -> Any:
     rows: list[Any] = [None] * 4
     dist.all_gather_object(rows, [float(loss) for loss in handed.losses or ()])
     losses = [loss for row in rows for loss in row]
-    return HandedBack([] if replica else handed.modules, sum(losses) / M)
+    return StepResult([] if replica else handed.modules, sum(losses) / M)
 
 
 def behind_a_frozen_stage() -> nn.Sequential:
@@ -202,9 +203,9 @@ CASES = {
 def test_schedules_of_torch_are_judged(whitebox: WhiteBox, name: str) -> None:
     case = CASES[name]
     verdict = judged(whitebox, case.step, **case.more)
-    assert verdict.verdict == case.outcome, verdict
+    assert verdict.outcome == case.outcome, verdict
     assert {verdict.law(law).outcome for law in case.laws} == {case.outcome}, verdict
-    assert case.causes in (None, [one.kind for one in verdict.cause])
+    assert case.causes in (None, [one.kind for one in verdict.causes])
     if name in (INTERLEAVED, ZERO_BUBBLE, ZBV, "own csv"):
         assert verdict.tier == "bitwise"
         assert name == "own csv" or verdict.law("boundaries").exact == STAGES * M * 5 - M
@@ -215,4 +216,4 @@ def test_schedules_of_torch_are_judged(whitebox: WhiteBox, name: str) -> None:
         wrong = {one.stage for one in verdict.mismatches if one.law == "presence"}
         assert wrong == ({1} if case.outcome == "fail" else set())
     if name == "scaled again":
-        golden(verdict.cause[0].detail)
+        golden(verdict.causes[0].detail)

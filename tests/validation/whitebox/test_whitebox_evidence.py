@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import half, named, one_by_one
@@ -39,9 +40,10 @@ def judged(whitebox: WhiteBox, step: Step, **more: Any) -> Verdict:
     return whitebox.validate(step, **wanted)
 
 
+@pytest.mark.sweep
 def test_a_right_step_has_no_cause(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: train(own(model), microbatches))
-    assert (verdict.verdict, verdict.cause, verdict.undecided) == ("pass", (), ())
+    assert (verdict.outcome, verdict.causes, verdict.undecided) == ("pass", (), ())
     ran = verdict.measured.ran
     assert ran is not None
     rows = [" ".join(done.action for done in row) for row in ran.ranks]
@@ -277,29 +279,32 @@ def test_each_fault_has_its_cause(whitebox: WhiteBox, name: str) -> None:
     assert named(verdict) == fault.causes, str(verdict)
     others = [one.kind for causes in verdict.alternatives for one in causes]
     assert fault.others in (None, others)
-    assert not any(one.lines for one in verdict.cause if one.kind == "scale")
+    assert not any(one.lines for one in verdict.causes if one.kind == "scale")
     if name in FACTORS:
-        assert verdict.cause[0].factor == pytest.approx(FACTORS[name])
+        assert verdict.causes[0].factor == pytest.approx(FACTORS[name])
     if name == "noise, and one too few":
         assert verdict.law("microbatches").outcome == "fail"
     if "weight" in name:
-        assert verdict.cause[0].parameter == "3.0.weight"
+        assert verdict.causes[0].parameter == "3.0.weight"
     if fault.told:
-        golden(verdict.cause[0].detail, numbers=name == "noise twice")
+        golden(verdict.causes[0].detail, numbers=name == "noise twice")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("drawn", [(0, 0, 1, 2), (0, 1, 1, 2), (0, 0, 2, 3)], ids=str)
 def test_a_microbatch_in_place_of_another(whitebox: WhiteBox, drawn: tuple[int, ...]) -> None:
     verdict = judged(whitebox, given(lambda all_: [all_[m] for m in drawn]))
-    assert {cause.kind: len(cause.microbatches) for cause in verdict.cause} == {"dropped": 1, "doubled": 1}
+    assert {cause.kind: len(cause.microbatches) for cause in verdict.causes} == {"dropped": 1, "doubled": 1}
 
 
+@pytest.mark.sweep
 def test_a_tied_parameter_that_was_not_summed(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: train(own(model), microbatches), reference=build_tied)
-    assert verdict.verdict == "fail"
-    assert {cause.kind for cause in verdict.cause} == {"tied-not-summed"}, str(verdict)
+    assert verdict.outcome == "fail"
+    assert {cause.kind for cause in verdict.causes} == {"tied-not-summed"}, str(verdict)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("step", "microbatches"),
     [(unwatched_before(noise(1)), {1}), (unwatched_before(noise(1, 2)), {None}), (strangely_named, set())],
@@ -307,7 +312,7 @@ def test_a_tied_parameter_that_was_not_summed(whitebox: WhiteBox) -> None:
 )
 def test_what_tells_nothing_is_located_alone(whitebox: WhiteBox, step: Step, microbatches: set[int | None]) -> None:
     verdict = judged(whitebox, step)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
     assert "dropped" not in verdict.details
     golden(verdict.undecided[0], numbers=False)
@@ -316,10 +321,11 @@ def test_what_tells_nothing_is_located_alone(whitebox: WhiteBox, step: Step, mic
     assert (verdict.law("microbatches").outcome == "pass") == bool(microbatches)
 
 
+@pytest.mark.sweep
 def test_an_output_in_another_form_is_not_blamed(whitebox: WhiteBox) -> None:
     def change(m: int, x: Tensor) -> Tensor:
         return (x / 2).detach() + torch.linspace(0, 1, x.numel()).view_as(x)
 
     verdict = judged(whitebox, wrapped(0, Doubling, change))
-    assert verdict.verdict == "fail"
-    assert all((cause.kind, cause.stage) != ("computation", 0) for cause in verdict.cause), str(verdict)
+    assert verdict.outcome == "fail"
+    assert all((cause.kind, cause.stage) != ("computation", 0) for cause in verdict.causes), str(verdict)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled
@@ -257,7 +258,7 @@ class Clips(Run):
         super().update()
 
     def made(self, losses: list[float]) -> Any:
-        return HandedBack(self.stage, losses, gradients=self.unclipped, max_norm=BOUND)
+        return StepResult(self.stage, losses, gradients=self.unclipped, max_norm=BOUND)
 
 
 class ClipsAlone(Clips):
@@ -314,7 +315,7 @@ class DividesAnAccumulation(Run):
 # A right run, its operations if they are others, and a law whose note is golden.
 RIGHT: dict[str, tuple[type[Run], list[str], str]] = {
     "all": (Run, STEPS, ""),
-    "an evaluation that is not seen": (EvaluatesUnseen, ["train", "eval", "train"], "microbatches"),
+    "an evaluation that is not observed": (EvaluatesUnseen, ["train", "eval", "train"], "microbatches"),
     "clipped by the norm of all": (Clips, ["train", "train"], ""),
     "an evaluation first": (Run, ["eval", "train"], ""),
 }
@@ -324,7 +325,7 @@ RIGHT: dict[str, tuple[type[Run], list[str], str]] = {
 def test_a_right_run_passes(whitebox: WhiteBox, name: str) -> None:
     kind, steps, law = RIGHT[name]
     verdict = judged(whitebox, kind, steps=steps)
-    assert verdict.verdict == "pass", verdict
+    assert verdict.outcome == "pass", verdict
     if name == "all":
         assert verdict.tier == "bitwise"
         laws = ("second-step", "accumulation", "eval", "buffers", "updated-parameters", "microbatches", "boundaries")
@@ -380,11 +381,11 @@ ALWAYS = [
 def test_what_goes_wrong_is_named_and_placed(whitebox: WhiteBox, fault: Fault) -> None:
     verdict = judged(whitebox, fault.kind, steps=fault.steps)
     first = verdict.mismatches[0]
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.law(fault.law).outcome == "fail"
     assert {one.law for one in verdict.mismatches} == fault.broken, verdict
     assert (first.operation, first.doing, first.rank, first.stage) == fault.at, verdict
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert cause.kind == fault.cause, verdict
     assert ("operation {}, {}".format(*fault.at) in verdict.details) == (first.operation > 1 or first.doing == "eval")
     if issubclass(fault.kind, LosesTheLast):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -94,22 +95,23 @@ def test_mirrored_stages_are_replicas(whitebox: WhiteBox, name: str) -> None:
     step, expected = STEPS[name]
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
     if expected is None:
-        assert (verdict.verdict, verdict.law("replicas").checked) == ("pass", 4), verdict
+        assert (verdict.outcome, verdict.law("replicas").checked) == ("pass", 4), verdict
         return
-    (cause,) = verdict.cause
-    assert (verdict.verdict, cause.kind, cause.rank, cause.stage) == ("fail", *expected[:3]), verdict
+    (cause,) = verdict.causes
+    assert (verdict.outcome, cause.kind, cause.rank, cause.stage) == ("fail", *expected[:3]), verdict
     assert expected[3] in (None, cause.parameter)
     if cause.kind == "not-reduced":
         golden(cause.detail)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrong", [0, 1, 3])
 def test_what_is_wrong_is_on_its_microbatchs_rank(whitebox: WhiteBox, wrong: int) -> None:
     step = BothWays(watched=True, wrong=wrong)
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
     first = next(one for one in verdict.mismatches if one.law == "boundaries")
     assert (first.rank, first.stage, first.microbatch) == (wrong % 2, 0, wrong), str(verdict)
-    assert {cause.rank for cause in verdict.cause if cause.microbatches == (wrong,)} == {wrong % 2}, str(verdict)
+    assert {cause.rank for cause in verdict.causes if cause.microbatches == (wrong,)} == {wrong % 2}, str(verdict)
 
 
 def one_linear() -> nn.Module:
@@ -117,7 +119,7 @@ def one_linear() -> nn.Module:
     return nn.Linear(5, 6, bias=False)
 
 
-def rows_by_hand(model: nn.Linear, microbatches: list[Any], alike: bool = False) -> HandedBack:
+def rows_by_hand(model: nn.Linear, microbatches: list[Any], alike: bool = False) -> StepResult:
     """Each rank has half of the rows, in a module of its own. ``alike``: both ranks begin with the first half."""
     first = 3 * dist.get_rank()
     own, rows, losses = nn.Linear(5, 3, bias=False), slice(first, first + 3), []
@@ -127,9 +129,10 @@ def rows_by_hand(model: nn.Linear, microbatches: list[Any], alike: bool = False)
         (loss / COUNT).backward()
         losses.append(loss.detach())
         dist.all_reduce(losses[-1])
-    return HandedBack(own, losses, gradients={"weight": (own.weight.grad, rows)})
+    return StepResult(own, losses, gradients={"weight": (own.weight.grad, rows)})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("alike", [False, True])
 def test_weights_cut_by_hand_are_put_together(whitebox: WhiteBox, alike: bool) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -137,8 +140,8 @@ def test_weights_cut_by_hand_are_put_together(whitebox: WhiteBox, alike: bool) -
     verdict = whitebox.validate(
         partial(rows_by_hand, alike=alike), reference=one_linear, microbatches=pairs_, ranks={"tp": 2}, loss_fn=loss_fn
     )
-    assert verdict.verdict == ("fail" if alike else "pass"), verdict
-    assert (verdict.law("initial-weights").outcome, verdict.law("initial-weights").checked) == (verdict.verdict, 2)
+    assert verdict.outcome == ("fail" if alike else "pass"), verdict
+    assert (verdict.law("initial-weights").outcome, verdict.law("initial-weights").checked) == (verdict.outcome, 2)
 
 
 # Weights that two replicas write when they next use them, each half of the rows on one of them.
@@ -164,7 +167,7 @@ def train(
     complete: bool = False,
     masters: bool = False,
     apart: bool = False,
-) -> Iterator[HandedBack]:
+) -> Iterator[StepResult]:
     """ZeRO-1: each rank updates its half of the rows; a layer's own hook gathers the other when it is next used.
 
     forgets: the ranks whose first layer never gets the other half. complete: all is there before it is handed back.
@@ -199,7 +202,7 @@ def train(
                 later[layer] = new
             if complete:
                 fetch(layer)
-        yield HandedBack(model, losses, masters=masters)
+        yield StepResult(model, losses, masters=masters)
 
 
 def data_of_eight() -> list[tuple[Tensor, Tensor]]:
@@ -211,12 +214,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     # name: outcome, the outcome of updated-parameters, the step, optimizer=
     "there": ("pass", "pass", {"complete": True}, sgd),
     "late": ("unknown", "unknown", {}, sgd),  # after the last operation nobody sees them written
-    "late-no-optimizer": ("pass", "not seen", {}, None),
-    "late-masters": ("pass", "not seen", {"masters": True}, sgd),
+    "late-no-optimizer": ("pass", "not observed", {}, None),
+    "late-masters": ("pass", "not observed", {"masters": True}, sgd),
     "late-wrong-rate": ("fail", "fail", {"rate": 0.4}, sgd),
     "forgotten-on-one": ("fail", "fail", {"forgets": [1]}, None),
     "forgotten-on-both": ("fail", "fail", {"forgets": [0, 1]}, None),
-    "forgotten-masters": ("fail", "not seen", {"forgets": [1], "masters": True}, sgd),
+    "forgotten-masters": ("fail", "not observed", {"forgets": [1], "masters": True}, sgd),
     "apart": ("fail", "fail", {"apart": True}, None),
 }
 
@@ -235,7 +238,7 @@ def test_late_weights_are_those_of_the_next_operation(
         contract=Contract(operations=["train", "train"]),
     )
     law = verdict.law("updated-parameters")
-    assert (verdict.verdict, law.outcome) == (outcome, updated), verdict
+    assert (verdict.outcome, law.outcome) == (outcome, updated), verdict
     if outcome == "unknown":
         golden(law.note)
         assert law.left_out == ("0.weight", "2.weight")

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import ValidationFailed, Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.rank import RankMade, digests
 from pipeproof.whitebox.validator import other_data
 from tests.support.golden import golden
@@ -48,21 +49,22 @@ def outcomes(verdict: Verdict) -> dict[str, str]:
     return {law.name: law.outcome for law in verdict.laws}
 
 
+@pytest.mark.sweep
 def test_a_right_step_passes_bit_for_bit(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, plain)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")
     assert outcomes(verdict) == {
         "parameters-once": "pass",
         "initial-weights": "pass",
-        "microbatches": "not seen",
-        "boundaries": "not seen",
+        "microbatches": "not observed",
+        "boundaries": "not observed",
         "loss": "pass",
         "presence": "pass",
         "gradient": "pass",
         "shards": "not applicable",
         "replicas": "not applicable",
         "tied-copies": "not applicable",
-        "grad-norm": "not seen",
+        "grad-norm": "not observed",
     }
     assert verdict.law("gradient").exact == 16
     assert "test_a_right_step_passes_bit_for_bit" in verdict.replay
@@ -72,7 +74,7 @@ def normed(model: Any, microbatches: list[Any], *, factor: float = 1.0) -> Any:
     stage, losses = plain(model, microbatches)
     squares = sum(p.grad.double().square().sum() for p in stage.parameters())
     dist.all_reduce(squares)
-    return HandedBack(stage, losses, factor * squares.sqrt())
+    return StepResult(stage, losses, factor * squares.sqrt())
 
 
 def by_name(model: Any, microbatches: list[Any]) -> Any:
@@ -97,7 +99,7 @@ def prefixed(model: Any, microbatches: list[Any], *, prefix: str, named: bool = 
     losses = one_by_one(stage, microbatches)
     gradients = {f"{prefix.format(rank)}{n}": p.grad for n, p in stage.named_parameters()}
     names = (lambda n: f"{int(n[5]) + 2 * rank}{n[6:]}") if named else None
-    return HandedBack([], losses, gradients=gradients, names=names)
+    return StepResult([], losses, gradients=gradients, names=names)
 
 
 def updated(model: Any, microbatches: list[Any]) -> Any:
@@ -126,7 +128,7 @@ FUNCTION = Contract(names=lambda n: f"{int(n[6]) + 2 * int(n[4])}{n[7:]}")
 # A right step, beside what, and outcomes of some laws.
 RIGHT: dict[str, tuple[Step, dict[str, Any], dict[str, str]]] = {
     "a norm": (normed, {}, {"grad-norm": "pass"}),
-    "gradients by name, one loss": (by_name, {}, {"initial-weights": "not seen"}),
+    "gradients by name, one loss": (by_name, {}, {"initial-weights": "not observed"}),
     "copies under other names": (renumbered, {}, {"parameters-once": "pass"}),
     "its own names": (MINE, {}, {}),
     "names by prefix": (RANKED, {"contract": PREFIXES}, {}),
@@ -141,7 +143,7 @@ RIGHT: dict[str, tuple[Step, dict[str, Any], dict[str, str]]] = {
 def test_every_right_form_passes(whitebox: WhiteBox, name: str) -> None:
     step, more, laws = RIGHT[name]
     verdict = judged(whitebox, step, **more)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32" if name == "a norm" else "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32" if name == "a norm" else "bitwise"), verdict
     assert outcomes(verdict).items() >= laws.items()
     if name == "a norm":
         assert verdict.law("grad-norm").checked == RANKS
@@ -239,7 +241,9 @@ def test_each_wrong_step_breaks_its_laws(whitebox: WhiteBox, name: str) -> None:
     verdict, first = (found := judged(whitebox, step, **more)), found.mismatches[0]
     assert {law for law, outcome in outcomes(verdict).items() if outcome == "fail"} == laws, verdict
     assert (first.law, first.rank, first.stage, first.microbatch, first.parameter) == place
-    golden("\n".join(f"{one.law} {one.parameter}: {one.seen}" for one in verdict.mismatches[:3]), numbers=False)
+    golden(
+        "\n".join(f"{one.law} {one.parameter}: {one.observed_text}" for one in verdict.mismatches[:3]), numbers=False
+    )
     if note := verdict.law("parameters-once").note:
         golden(note)
     if name == "no modules":
@@ -250,17 +254,17 @@ def test_each_wrong_step_breaks_its_laws(whitebox: WhiteBox, name: str) -> None:
     if name == "one module more":
         assert [one.parameter for one in verdict.mismatches] == ["bias", "weight"]
     if name == "twice and never":
-        found_ = {(m.parameter, m.seen) for m in verdict.mismatches if m.law == "parameters-once"}
+        found_ = {(m.parameter, m.observed_text) for m in verdict.mismatches if m.law == "parameters-once"}
         assert {("2.0.bias", "held 0 times"), ("0.0.bias", "held 1 times")} <= found_
     if name == "other weights":
         assert verdict.law("gradient").reasons == (Reason.EARLIER,)
-        assert "1.5 times expected" in first.seen
+        assert "1.5 times expected" in first.observed_text
         with pytest.raises(ValidationFailed, match=r"(?s)FAIL .*initial-weights \(1 of 16"):
             verdict.raise_if_failed()
     if name == "other data, watched":
-        assert (first.action, first.expected) == ("0F0", "microbatch 0's")
+        assert (first.action, first.expected_text) == ("0F0", "microbatch 0's")
     if name == "a microbatch twice":
-        twice = {(m.stage, m.found) for m in verdict.mismatches if m.law == "microbatches"}
+        twice = {(m.stage, m.observed) for m in verdict.mismatches if m.law == "microbatches"}
         assert twice >= {(0, (0, 0, 2, 3)), (1, (0, 0, 2, 3))}
 
 
@@ -311,7 +315,7 @@ def by_rank() -> nn.Module:
 )
 def test_what_cannot_be_judged_is_said(whitebox: WhiteBox, step: Step, reference: Callable[[], nn.Module]) -> None:
     verdict = judged(whitebox, step, reference=reference)
-    assert (verdict.verdict, verdict.exit_status) == ("unknown", 3)
+    assert (verdict.outcome, verdict.exit_status) == ("unknown", 3)
     told = verdict.details.splitlines()[0]
     golden(told.partition(": ")[2] if step is nothing else told, numbers=False)  # either rank may be the first
     assert ("Traceback" in verdict.details) == ("in raises" in verdict.failure) == (step is raises)
@@ -336,7 +340,7 @@ def test_a_hang_says_who_waits_for_whom(whitebox: WhiteBox) -> None:
     began = time.monotonic()
     verdict = judged(whitebox, hangs, timeout_s=2.0)
     assert time.monotonic() - began < 10
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
     assert verdict.failure.count("in hangs") == 2
-    assert judged(whitebox, plain).verdict == "pass", "the next run is sound"
+    assert judged(whitebox, plain).outcome == "pass", "the next run is sound"

@@ -40,7 +40,7 @@ def there_are(devices: int, monkeypatch: pytest.MonkeyPatch, *, kind: str = "cud
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", torch._C._get_privateuse1_backend_name()])
 def test_a_type_that_torch_names_is_one(kind: str) -> None:
     assert accelerator.refusal(kind) == ""
-    assert accelerator.parsed(kind) == kind
+    assert accelerator.parse_device(kind) == kind
 
 
 def test_another_is_refused_in_a_sentence() -> None:
@@ -48,7 +48,7 @@ def test_another_is_refused_in_a_sentence() -> None:
     assert accelerator.refusal("").startswith("unknown device ''")
     golden(accelerator.refusal("cuda:0"))
     with pytest.raises(argparse.ArgumentTypeError, match="unknown device 'cdua'"):
-        accelerator.parsed("cdua")
+        accelerator.parse_device("cdua")
     with pytest.raises(DeviceError, match="device 'cuda:x': expected a type, such as cuda, or a type and a number"):
         accelerator.split("cuda:x")
 
@@ -60,7 +60,8 @@ def test_the_accelerator_of_an_extension_is_known_by_its_name(monkeypatch: pytes
 
 
 def test_a_common_type_is_known_without_torch() -> None:
-    code = "import sys; from pipeproof.worlds.accelerator import parsed; parsed('cuda'); print('torch' in sys.modules)"
+    where = "pipeproof.worlds.accelerator"
+    code = f"import sys; from {where} import parse_device; parse_device('cuda'); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
 
@@ -71,14 +72,14 @@ def test_ranks_share_the_devices_of_their_host_in_turn(monkeypatch: pytest.Monke
     assert [accelerator.place_of("cuda:1", rank) for rank in range(3)] == ["cuda:1"] * 3, "all on the one that is named"
     assert accelerator.place_of("cpu", 3) == "cpu"
     assert (accelerator.first_of("cuda"), accelerator.first_of("cpu")) == ("cuda:0", "cpu")
-    assert accelerator.found() == "cuda"
+    assert accelerator.detect() == "cuda"
 
 
 def test_a_device_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     there_are(0, monkeypatch)
     with pytest.raises(DeviceError, match="ranks cannot compute on cuda: torch finds no cuda device here"):
         accelerator.place_of("cuda", 0)
-    assert (accelerator.found(), accelerator.count("cuda"), accelerator.count("cpu")) == ("cpu", 0, 1)
+    assert (accelerator.detect(), accelerator.count("cuda"), accelerator.count("cpu")) == ("cpu", 0, 1)
     there_are(2, monkeypatch)
     with pytest.raises(DeviceError, match="cuda:2: this host has 2 of them, from 0 on"):
         accelerator.place_of("cuda:2", 0)

@@ -58,6 +58,7 @@ def pauses(context: RankContext, debugged: bool) -> int:
     return context.rank
 
 
+@pytest.mark.sweep
 def test_a_run_that_somebody_looks_into_has_no_bound(world: World) -> None:
     assert world.run(pauses, True, ranks=1, timeout_s=1.0) == [0]
     with pytest.raises(RankFailed, match="did not finish within 1 s"):

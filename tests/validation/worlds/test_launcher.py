@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.worlds.launcher import Seat, crowded, reports, shared
+from pipeproof.worlds.launcher import Seat, describe_sharing, reports, warn_of_crowd
 from tests.support.golden import golden
 
 SEAT = Seat(rank=2, ranks=4, local_rank=0, local_ranks=2, device="cpu", store="file:///x", folder="/y")
@@ -37,15 +37,15 @@ def test_the_environment_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_who_shares_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert shared(2) == ""
-    golden(shared(4))
-    assert crowded(16) == ""
-    golden(crowded(64))
+    assert describe_sharing(2) == ""
+    golden(describe_sharing(4))
+    assert warn_of_crowd(16) == ""
+    golden(warn_of_crowd(64))
     monkeypatch.setattr("os.cpu_count", lambda: None)
-    golden(shared(2))
+    golden(describe_sharing(2))
 
 
 def test_ranks_of_a_launcher_are_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("pipeproof.worlds.launcher.under_torchrun", lambda: True)
-    assert crowded(64) == ""
+    assert warn_of_crowd(64) == ""

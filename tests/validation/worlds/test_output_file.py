@@ -68,8 +68,8 @@ def test_numbers_that_are_not_finite_are_written_as_text(tmp_path: Path) -> None
     inf, path = float("inf"), tmp_path / "out.json"
     with OutputFile(str(path)) as file:
         file.write_json({"worst": inf, "laws": ({"error": float("nan")}, [-inf, 0.5, 1, None, True])})
-    seen = json.loads(path.read_text(), parse_constant=refuse)
-    assert seen == {"worst": "inf", "laws": [{"error": "nan"}, ["-inf", 0.5, 1, None, True]]}
+    observed = json.loads(path.read_text(), parse_constant=refuse)
+    assert observed == {"worst": "inf", "laws": [{"error": "nan"}, ["-inf", 0.5, 1, None, True]]}
 
 
 def test_a_pipe_stays_one_and_is_written_into(tmp_path: Path) -> None:

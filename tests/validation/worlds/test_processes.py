@@ -87,12 +87,14 @@ def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[Rank
     assert is_sound(place)
 
 
+@pytest.mark.sweep
 def test_an_answer_that_comes_during_a_long_step_comes_in_time(place: Processes) -> None:
     assert is_sound(place)
     long = (time.sleep(0.5) for _ in range(1))
     assert not any(answer.failed for answer in answers(place, total, long, timeout_s=0.2))
 
 
+@pytest.mark.sweep
 def test_a_step_that_raises_ends_the_run(place: Processes) -> None:
     with pytest.raises(KeyboardInterrupt):
         answers(place, computes_for_ever, endless([], until=KeyboardInterrupt()))

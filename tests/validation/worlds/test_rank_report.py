@@ -13,8 +13,8 @@ from pipeproof.worlds.rank_report import (
     culprit_of,
     describe,
     details,
+    find_circles,
     headline,
-    unfreed,
 )
 from tests.support.golden import golden
 
@@ -144,20 +144,20 @@ def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
 
 
 def test_a_circle_and_what_waits_for_it() -> None:
-    assert unfreed({0: [1], 1: [2], 2: [1], 3: [2]}) == [(1, 2)]
+    assert find_circles({0: [1], 1: [2], 2: [1], 3: [2]}) == [(1, 2)]
 
 
 def test_one_that_waits_for_nobody() -> None:
-    assert unfreed({0: [1], 2: [0]}) == [(1,)]
+    assert find_circles({0: [1], 2: [0]}) == [(1,)]
 
 
 def test_whichever_message_it_is() -> None:
-    assert unfreed({0: [1, 2], 1: [0], 2: [0]}) == [(0, 1, 2)]
-    assert unfreed({0: [1, 2], 1: [0]}) == [(2,)]
+    assert find_circles({0: [1, 2], 1: [0], 2: [0]}) == [(0, 1, 2)]
+    assert find_circles({0: [1, 2], 1: [0]}) == [(2,)]
 
 
 def test_several_circles() -> None:
-    assert unfreed({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]
+    assert find_circles({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]
 
 
 def test_a_hang_says_once_how_far_each_rank_had_come() -> None:

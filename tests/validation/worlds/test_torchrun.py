@@ -59,7 +59,7 @@ def exchange(bound_s):
     except RanksAbsent as absent:
         return absent.reasons
 
-seen = {
+observed = {
     "place": told(place),
     "again": told(place),
     "one": told(place, ranks=1),
@@ -69,23 +69,23 @@ seen = {
     "more": told(total, ranks=3),
     "another job": told(raises if RANK == 0 else total),
 }
-seen["met"] = exchange(60.0)
+observed["met"] = exchange(60.0)
 if RANK == 1:
     time.sleep(1.5)
-seen["late"] = exchange(0.5)
-seen["met again"] = exchange(60.0)
+observed["late"] = exchange(0.5)
+observed["met again"] = exchange(60.0)
 if RANK == 1:
     side_store().leave("it had enough")
 else:
-    seen["left"] = exchange(60.0)
+    observed["left"] = exchange(60.0)
 world.close()
 with open(f"rank-{RANK}.json", "w") as file:
-    json.dump(seen, file)
+    json.dump(observed, file)
 """
 
 
 @pytest.fixture(scope="module")
-def seen(torchrun: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def observed(torchrun: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks saw: one launch for all tests, as a launch takes seconds."""
     folder: Path = tmp_path_factory.mktemp("torchrun")
     (folder / "script.py").write_text(SCRIPT)
@@ -94,52 +94,53 @@ def seen(torchrun: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactor
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-def both(seen: list[Any], name: str) -> Any:
+def both(observed: list[Any], name: str) -> Any:
     """What both ranks were told alike."""
-    assert seen[0][name]["result"] == seen[1][name]["result"]
-    assert seen[0][name]["sound"]
-    assert seen[1][name]["sound"]
-    return seen[0][name]["result"]
+    assert observed[0][name]["result"] == observed[1][name]["result"]
+    assert observed[0][name]["sound"]
+    assert observed[1][name]["sound"]
+    return observed[0][name]["result"]
 
 
-def test_every_rank_has_all_results(seen: list[Any]) -> None:
-    first, second = both(seen, "place")
+def test_every_rank_has_all_results(observed: list[Any]) -> None:
+    first, second = both(observed, "place")
     assert first[0] != second[0]
     assert first[1:] == second[1:] == [2, "2", False]
-    assert both(seen, "again") == [first, second], "workers are used again"
+    assert both(observed, "again") == [first, second], "workers are used again"
 
 
-def test_a_run_may_need_fewer_ranks(seen: list[Any]) -> None:
-    [[pid, *rest]] = both(seen, "one")
+@pytest.mark.sweep
+def test_a_run_may_need_fewer_ranks(observed: list[Any]) -> None:
+    [[pid, *rest]] = both(observed, "one")
     assert rest == [1, "1", False]
-    assert pid not in [pid for pid, *_ in both(seen, "place")], "it is the worker of another group"
+    assert pid not in [pid for pid, *_ in both(observed, "place")], "it is the worker of another group"
 
 
-def test_a_failure_is_the_same_on_every_rank(seen: list[Any]) -> None:
-    golden(both(seen, "raises").splitlines()[0])
-    golden(both(seen, "exits").partition("\nrank 1: ")[0])
-    assert max(rank["raises"]["s"] for rank in seen) < 30
+def test_a_failure_is_the_same_on_every_rank(observed: list[Any]) -> None:
+    golden(both(observed, "raises").splitlines()[0])
+    golden(both(observed, "exits").partition("\nrank 1: ")[0])
+    assert max(rank["raises"]["s"] for rank in observed) < 30
 
 
-def test_a_hang_ends_with_the_bound(seen: list[Any]) -> None:
-    hang = both(seen, "hangs")
+def test_a_hang_ends_with_the_bound(observed: list[Any]) -> None:
+    hang = both(observed, "hangs")
     golden(hang.splitlines()[0])
     assert "in hangs\n" in hang
     assert hang.endswith("rank 1: finished")
 
 
-def test_more_ranks_than_there_are_cannot_be_had(seen: list[Any]) -> None:
-    golden(both(seen, "more"))
+def test_more_ranks_than_there_are_cannot_be_had(observed: list[Any]) -> None:
+    golden(both(observed, "more"))
 
 
-def test_ranks_that_run_different_jobs_are_told_so(seen: list[Any]) -> None:
-    for rank in seen:
+def test_ranks_that_run_different_jobs_are_told_so(observed: list[Any]) -> None:
+    for rank in observed:
         golden(rank["another job"]["result"], lines="^rank 1 of 2 ")
         assert rank["another job"]["sound"]
 
 
-def test_a_rank_that_comes_late_or_never_is_named_by_both_sides(seen: list[Any]) -> None:
-    assert seen[0]["met"] == seen[1]["met"] == ["0", "1"]
-    assert [one.keys() for one in (seen[0]["late"], seen[1]["late"], seen[0]["left"])] == [{"1"}] * 3
-    golden("\n".join([seen[0]["late"]["1"], seen[1]["late"]["1"], seen[0]["left"]["1"]]))
-    assert seen[0]["met again"] == seen[1]["met again"] == ["0", "1"]
+def test_a_rank_that_comes_late_or_never_is_named_by_both_sides(observed: list[Any]) -> None:
+    assert observed[0]["met"] == observed[1]["met"] == ["0", "1"]
+    assert [one.keys() for one in (observed[0]["late"], observed[1]["late"], observed[0]["left"])] == [{"1"}] * 3
+    golden("\n".join([observed[0]["late"]["1"], observed[1]["late"]["1"], observed[0]["left"]["1"]]))
+    assert observed[0]["met again"] == observed[1]["met again"] == ["0", "1"]

@@ -160,6 +160,7 @@ def test_a_worker_whose_folder_is_gone_ends_without_a_word(tmp_path: Path, monke
         _settle(Seat(rank=0, ranks=1, local_rank=0, local_ranks=1, device="cpu", store=f"file://{gone}", folder=gone))
 
 
+@pytest.mark.sweep
 def test_ctrl_c_is_kept_from_workers_and_not_from_their_controller(processes: Processes) -> None:
     def blocked(context: RankContext) -> bool:
         return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -175,6 +176,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_group_has_no_device_of_its_own(world: World) -> None:
     def counted(context: RankContext) -> list[int]:
@@ -200,6 +202,7 @@ def device_threads() -> int:
     return sum("gloo_tcp_loop" in name for name in names)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_second_lane_and_a_group_with_a_bound_in_place_have_none_either(world: World) -> None:
     def counted(context: RankContext) -> list[int]:
@@ -238,5 +241,5 @@ def test_messages_of_several_groups_stay_apart(world: World) -> None:
             one.wait()
         return [*(one[0].item() for one in numbers), *received]
 
-    due = [*(3.0 * (k + 1) for k in range(GROUPS)), *(float(k) for k in reversed(range(GROUPS)))]
-    assert world.run(exchanged, ranks=2) == [due, due]
+    expected = [*(3.0 * (k + 1) for k in range(GROUPS)), *(float(k) for k in reversed(range(GROUPS)))]
+    assert world.run(exchanged, ranks=2) == [expected, expected]

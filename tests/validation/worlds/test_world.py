@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.pipeline.waiting import waiting
-from pipeproof.worlds.accelerator import found
+from pipeproof.worlds.accelerator import detect
 from pipeproof.worlds.rank_report import Ending, RankFailed, WorldError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -69,6 +69,7 @@ def test_arguments_and_results_are_copies_of_any_kind(world: World) -> None:
     assert torch.equal(weights, torch.arange(3.0))
 
 
+@pytest.mark.sweep
 def test_a_result_may_be_larger_than_a_store_takes_at_once(world: World) -> None:
     results = world.run(lambda context: torch.full((2_300_000,), context.rank), ranks=2)
     assert [int(result.sum()) for result in results] == [0, 2_300_000]
@@ -90,6 +91,7 @@ def test_processes_are_used_again(world: World) -> None:
     assert pids() == first
 
 
+@pytest.mark.sweep
 def test_a_rank_computes_with_one_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads = world.run(lambda context: (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]), ranks=2)
@@ -217,12 +219,14 @@ def test_a_failure_does_not_wait_for_the_bound(world: World) -> None:
     assert time.monotonic() - started_s < 30
 
 
+@pytest.mark.sweep
 def test_an_assertion_tells_the_values_it_compared(world: World) -> None:
     with pytest.raises(RankFailed, match=r"AssertionError: a sum is no rank\nassert 1\.0 == 0") as caught:
         world.run(asserts, ranks=2)
     assert "assert total(context) ==" in str(caught.value)
 
 
+@pytest.mark.sweep
 def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
     def job(context: RankContext) -> None:
         raise BadSplit("no layers")
@@ -263,7 +267,7 @@ def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
     assert sound(world)
 
 
-@pytest.mark.skipif(found() == "cuda", reason="there is a GPU")
+@pytest.mark.skipif(detect() == "cuda", reason="there is a GPU")
 @pytest.mark.pipeproof_ranks
 def test_a_device_that_is_not_here_is_bad_input() -> None:
     with (
@@ -330,6 +334,7 @@ def ends_as_a_script_does(context: RankContext, leaving: int) -> int:
     return context.rank
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("leaving", [1, 2])
 def test_a_job_that_destroys_the_group_of_all_ranks_leaves_it_to_the_next(leaving: int, world: World) -> None:
     assert world.run(ends_as_a_script_does, leaving, ranks=2) == [0, 1]

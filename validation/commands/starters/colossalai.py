@@ -109,11 +109,11 @@ def my_step(model: Any, microbatches: list[Any]) -> Any:
     )
     booster, own = Booster(plugin=plugin), build_model()
     boosted, optimizer, *_ = booster.boost(own, torch.optim.Adam(own.parameters()), criterion)
-    with colossalai.observed(booster, boosted, optimizer, microbatches, model) as seen:
+    with colossalai.observe(booster, boosted, optimizer, microbatches, model) as observed:
         optimizer.zero_grad()
-        booster.execute_pipeline(seen.data_iterator, boosted, criterion, optimizer)
+        booster.execute_pipeline(observed.data_iterator, boosted, criterion, optimizer)
         optimizer.step()
-    return seen.handed_back()
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

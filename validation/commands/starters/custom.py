@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import watch
+from pipeproof.whitebox import WhiteBox
 
 loss_fn = nn.functional.mse_loss
 

@@ -44,9 +44,9 @@ def my_step(layers: Any, microbatches: list[tuple[Tensor, Tensor]]) -> Any:
     deepspeed.init_distributed()
     model = PipelineModule(build_layers(), num_stages=RANKS, loss_fn=loss_fn)
     engine = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())[0]
-    with checked.observed(engine, microbatches, layers) as seen:
-        engine.train_batch(seen.data_iterator)
-    return seen.handed_back()
+    with checked.observe(engine, microbatches, layers) as observed:
+        engine.train_batch(observed.data_iterator)
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

@@ -67,17 +67,17 @@ def my_step(model: Any, microbatches: list[Any]) -> Any:
     chunk = build_model(RANKS, first=first, last=last)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     chunk.config.finalize_model_grads_func = finalize_model_grads
-    with megatron.observed(wrapped, forward_step, microbatches, model) as seen:
+    with megatron.observe(wrapped, forward_step, microbatches, model) as observed:
         wrapped.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=seen.forward_step,
-            data_iterator=seen.data_iterator,
+            forward_step_func=observed.forward_step,
+            data_iterator=observed.data_iterator,
             model=wrapped,
             num_microbatches=len(microbatches),
             seq_length=SEQUENCE,
             micro_batch_size=ROWS,
         )
-    return seen.handed_back()
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

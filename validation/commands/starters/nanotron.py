@@ -65,12 +65,12 @@ def my_step(model: nn.Module, microbatches: list[dict[str, Tensor]]) -> Any:
     optimizer = NamedOptimizer([*own.get_named_params_with_correct_tied()], torch.optim.AdamW)
     trainer = SimpleNamespace(model=own, parallel_context=context, optimizer=optimizer, grad_accumulator=None)
     engine, count = OneForwardOneBackwardPipelineEngine(), len(microbatches)
-    with nanotron.observed(trainer, microbatches, model) as seen:
-        engine.train_batch_iter(own, context.pp_pg, seen.data_iterator, count, None)
+    with nanotron.observe(trainer, microbatches, model) as observed:
+        engine.train_batch_iter(own, context.pp_pg, observed.data_iterator, count, None)
         sync_tied_weights_gradients(own, context, None)
         clip_grad_norm(context.mp_pg, own.get_named_params_with_correct_tied(), 1.0, None)
         optimizer.step()
-    return seen.handed_back()
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

@@ -89,7 +89,7 @@ def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
         loss_fn=loss_fn,
     )
     tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
-    with torchtitan.observed(pp_schedule, model_parts, model) as seen:
+    with torchtitan.observe(pp_schedule, model_parts, model) as observed:
         pp_schedule.step(
             arg_mbs=[(given["input"],) for given, _ in microbatches] if first else None,
             kwarg_mbs=[{"positions": given["positions"]} for given, _ in microbatches],
@@ -98,7 +98,7 @@ def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
             loss_kwargs={"global_valid_tokens": tokens},
             return_outputs=False,
         )
-    return seen.handed_back()
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

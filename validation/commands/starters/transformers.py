@@ -56,14 +56,14 @@ def my_step(model: Any, microbatches: list[dict[str, Tensor]]) -> Any:
     stage = transformers.Stage(model, rank, RANKS)
     place = PipelineStage(stage, rank, RANKS, model.device)
     schedule = Schedule1F1B(place, len(microbatches), loss_fn=loss_fn, scale_grads=False)
-    with transformers.observed(schedule, [stage], model) as seen:
+    with transformers.observe(schedule, [stage], model) as observed:
         schedule.step(
             arg_mbs=[(one["input_ids"],) for one in microbatches] if stage.is_first else [()] * len(microbatches),
             kwarg_mbs=[{"attention_mask": one["attention_mask"]} for one in microbatches],
             target_mbs=[one["labels"] for one in microbatches] if stage.is_last else None,
             return_outputs=False,
         )
-    return seen.handed_back()
+    return observed.result()
 
 
 def test_my_pipeline(whitebox: WhiteBox) -> None:

@@ -1,1 +1,1 @@
-"""What sees a step without disturbing it."""
+"""Observers: they watch a step without disturbing it."""

@@ -1,7 +1,7 @@
-"""Gradients as they came to what a module returned, before hooks on the module make others of them.
+"""Gradients before module hooks change them.
 
-A forward hook is shown what a module returns before torch puts the module's backward pre-hooks behind that: a hook at
-such a tensor is told what they made of a gradient, and not what was sent.
+A forward hook sees a module's output before torch adds the module's backward pre-hooks behind it: a hook at that output
+sees a changed gradient, not the received one.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from torch.utils.hooks import RemovableHandle
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
 
-_End = tuple[int, int]  # of a tensor: the number of what made it, and which of its results it is
+_End = tuple[int, int]  # a tensor's node number, and its output index
 
 
 class AsTheyCame:
-    """Notes the gradients that come to modules that have such hooks."""
+    """Captures gradients ahead of module backward pre-hooks."""
 
     def __init__(self) -> None:
         self._ends: set[_End] = set()
         self._came: dict[tuple[int, _End], Tensor] = {}
 
     def before_hooks_of(self, module: nn.Module, fence: Fence) -> list[RemovableHandle]:
-        """Be asked before the hooks that ``module`` has, if any."""
+        """Hook ``module`` ahead of existing backward pre-hooks."""
         if not module._backward_pre_hooks:
             return []  # such a hook would change what the module returns
         return [module.register_full_backward_pre_hook(Hook(module, fence.around(self._comes)), prepend=True)]
 
     def to(self, output: Tensor) -> Callable[[Tensor], Tensor]:
-        """What tells the gradient that came by the one that a hook at ``output`` is given."""
+        """Return a function that maps a hooked gradient at ``output`` to the received one."""
         if output.grad_fn is None:
             return lambda gradient: gradient
         end = output.grad_fn._sequence_nr(), output.output_nr

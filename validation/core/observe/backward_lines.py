@@ -1,4 +1,4 @@
-"""Where in the user's own code the backward was called that runs now."""
+"""Find the user's line that called the current backward."""
 
 import sys
 import threading
@@ -8,14 +8,14 @@ import torch
 
 from pipeproof.core.observe.stack import Stack, own_stack, stack_of
 
-_ENGINE = "_engine_run_backward"  # all that torch has in Python to start a backward
+_ENGINE = "_engine_run_backward"  # torch's only Python entry into a backward
 
 
 def backward_stack() -> Stack:
-    """The lines through which it came; empty where they cannot be told.
+    """Return the user's lines that started this backward; empty if unknown.
 
-    A device's part of a backward runs in a thread of torch's own, and the one that called for it waits. Where several
-    wait, it may be any of them.
+    A device's backward runs in torch's own thread while the calling thread waits. With several waiting threads, the
+    caller remains unknown.
     """
     here = own_stack()
     if here or not is_inside_a_backward():
@@ -26,10 +26,10 @@ def backward_stack() -> Stack:
 
 
 def is_inside_a_backward() -> bool:
-    """Whether a backward runs in this thread."""
+    """True if a backward runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread there waits for a backward: in torch's call, or in that of who took its engine's place."""
+    """True if the frame waits for a backward, in torch's call or a replaced engine's."""
     return frame.f_code.co_name == _ENGINE or isinstance(frame.f_locals.get("self"), torch._C._ImperativeEngine)

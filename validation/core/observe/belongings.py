@@ -1,7 +1,7 @@
-"""What Python keeps once for a process and belongs to a rank, so that ranks which share a process each have their own.
+"""Process-wide Python state that each rank needs for itself, where ranks share a process.
 
-A real rank has a process of its own, so observers keep what they know in modules and put functions of theirs in place
-of torch's. In a simulated world ranks take turns, and whoever gets the turn finds all of this as it left it.
+A real rank has its own process, so observers keep state in modules and patch torch functions. In a simulated world
+ranks take turns, and each must find its state as it left it.
 """
 
 import sys
@@ -15,10 +15,10 @@ _Fresh = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Belonging:
-    """An attribute of a module, a class or an object.
+    """A rank's own attribute on a module, class or object.
 
-    ``fresh`` makes of the process's value what a new rank begins with. ``first``: the value when it was named.
-    ``within``: the attributes of ``holder``, of which getattr's would not bind when put back.
+    fresh: makes a new rank's initial value. first: value at registration. within: the holder's raw attributes, since
+    getattr would bind them.
     """
 
     holder: Any
@@ -29,11 +29,11 @@ class Belonging:
 
     @property
     def value(self) -> Any:
-        """As it is now."""
+        """The current value."""
         return self.within[self.name]
 
     def put(self, value: Any) -> None:
-        """Change it, where it is another."""
+        """Assign ``value``, if different."""
         if self.within[self.name] is not value:
             setattr(self.holder, self.name, value)
 
@@ -44,8 +44,8 @@ _shared = False
 
 
 @contextmanager
-def shared_process() -> Iterator[None]:
-    """While this is open, several ranks are in this process."""
+def share_process() -> Iterator[None]:
+    """Mark the process as shared by several ranks, inside the context."""
     global _shared
     _shared = True
     try:
@@ -55,12 +55,12 @@ def shared_process() -> Iterator[None]:
 
 
 def ranks_share_process() -> bool:
-    """Whether other ranks are in this process: they are simulated."""
+    """True if simulated ranks share this process."""
     return _shared
 
 
 def belongs_to_rank(holder: Any, *names: str, fresh: _Fresh) -> None:
-    """Say that attributes of ``holder``, a class, an object, a module or a module's name, are a rank's own."""
+    """Register attributes on ``holder`` (a class, object, module or module name) as a rank's own."""
     found = sys.modules[holder] if isinstance(holder, str) else holder
     within = vars(found)
     for name in names:
@@ -68,12 +68,12 @@ def belongs_to_rank(holder: Any, *names: str, fresh: _Fresh) -> None:
 
 
 def once_imported(module: str, name_them: Callable[[], None]) -> None:
-    """Call ``name_them``, which names what belongs to a rank, as soon as somebody has imported ``module``."""
+    """Call ``name_them``, which registers attributes, after ``module`` gets imported."""
     _awaited[module] = name_them
 
 
 def belongings() -> tuple[Belonging, ...]:
-    """All that have been named so far."""
+    """Return all registered attributes."""
     for module in [one for one in _awaited if one in sys.modules]:
         _awaited.pop(module)()
     return tuple(_known.values())

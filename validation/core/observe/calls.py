@@ -1,11 +1,10 @@
-"""Calls of a watched module, and the gradients that flow through them."""
+"""Watched module calls, and gradients through them."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import reduce
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -19,34 +18,34 @@ from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
 from pipeproof.reference.graph import hook_first
 
-Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
+Note = Callable[[Tensor], Callable[[], None]]  # reads a gradient, and returns a function that stores the reading
 
 
 @dataclass
 class Flows:
-    """The backwards through one call: those that bring a gradient to what the call made.
+    """Backwards through one call: those that reach its outputs.
 
-    A tensor that a runtime receives into may come into many calls, and a hook at it is told of the gradients of all.
-    What a call itself made is no other's, so the backwards that reach that are its own. ``first``: gradients are noted
-    as they came to what it made, before its own hooks there make others of them. ``around``: what hooks are within.
+    A runtime's receive buffer may enter many calls, and a hook on it sees all their gradients. A call's own outputs
+    belong to no other call, so backwards through them are its own. first: note gradients before the outputs' own hooks
+    change them. around: wraps hooks.
     """
 
     around: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]] = lambda hook: hook
     first: bool = False
     _own: set[int] = field(default_factory=set)
-    _ended: bool = False  # whether any came to what the call was given
+    _ended: bool = False  # after a backward reached an input
     _early: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
-    def made(self, tensor: Tensor, note: Note, came: Callable[[], None] = lambda: None) -> None:
-        """``tensor`` is the call's own: note the gradients that flow to it, and on from there.
+    def note_made(self, tensor: Tensor, note: Note, came: Callable[[], None] = lambda: None) -> None:
+        """Note gradients into the call's own ``tensor``, and onward.
 
-        A backward that is only asked for the gradient there ends there. Where it is a view to which somebody has
-        written, gradients come by what it was a view of: ``came`` is told so.
+        A backward that asks for the gradient there ends there. After a write into a view, gradients arrive through its
+        base: ``came`` reports it.
         """
-        last = -1  # the backward that came to it as it is
-        waiting = dict[int, Callable[[], None]]()  # what backwards brought that may end there
+        last = -1  # latest backward that reached the tensor itself
+        waiting = dict[int, Callable[[], None]]()  # effects due if a backward ends here
 
-        def flowed(gradient: Tensor) -> None:
+        def note_flow(gradient: Tensor) -> None:
             nonlocal last
             last = torch._C._current_graph_task_id()
             waiting[last] = note(gradient)
@@ -63,29 +62,29 @@ class Flows:
             self._early = [one for one in self._early if one[0] != backward]
 
         if self.first:
-            hook_first(tensor, self.around(flowed))
+            hook_first(tensor, self.around(note_flow))
         else:
-            tensor.register_hook(self.around(flowed))  # type: ignore[no-untyped-call]  # in torch
-        runs = tensor.grad_fn is not None  # what computed it is then told of backwards, if they go through it
+            tensor.register_hook(self.around(note_flow))  # type: ignore[no-untyped-call]  # in torch
+        runs = tensor.grad_fn is not None  # its grad_fn then reports backwards that continue
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(self.around(goes_through))
         if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
 
-            def flowed_behind(gradient: Tensor) -> None:
+            def note_flow_behind(gradient: Tensor) -> None:
                 if torch._C._current_graph_task_id() != last and view.was_written:
                     came()
-                    flowed(view.part_of(gradient))
+                    note_flow(view.part_of(gradient))
                     goes_through()
 
-            tensor._base.register_hook(self.around(flowed_behind))  # type: ignore[no-untyped-call]  # in torch
+            tensor._base.register_hook(self.around(note_flow_behind))  # type: ignore[no-untyped-call]  # in torch
 
-    def borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
-        """``tensor`` may belong to other calls as well: note what flows to it in this one's backwards.
+    def note_borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
+        """Note gradients into a ``tensor`` that other calls may share, within this call's backwards.
 
-        One that is ``handed_on`` as it is may have its gradient before anything that the call made.
+        A ``handed_on`` tensor may receive its gradient before the call's own outputs.
         """
 
-        def flowed(gradient: Tensor) -> None:
+        def note_flow(gradient: Tensor) -> None:
             backward = torch._C._current_graph_task_id()
             if backward in self._own or (self._own and not self._ended and goes_on()):
                 self._ended = True
@@ -93,49 +92,44 @@ class Flows:
             elif handed_on:
                 self._early.append((backward, note(gradient)))
 
-        tensor.register_hook(self.around(flowed))  # type: ignore[no-untyped-call]  # in torch
+        tensor.register_hook(self.around(note_flow))  # type: ignore[no-untyped-call]  # in torch
 
 
 class Mode(Enum):
-    """What a call of a module is to a training step."""
+    """A module call's role in a training step."""
 
     FORWARD = "forward"
-    SILENT = "without gradients"  # a trial, a metric, or a forward that a backward will run again
+    SILENT = "without gradients"  # a probe, a metric, or a forward that a backward repeats
     AGAIN = "recompute"  # inside a backward
 
 
-Place = tuple[bool, int]  # at a call: whether it is an output, and the number of the tensor
+Place = tuple[bool, int]  # at a call: is it an output, and which tensor?
 
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """What one backward, by its number, brought to a tensor. ``counts``: there backwards of the call are counted."""
+    """One backward's gradient at a tensor. ``counts``: the call counts its backwards there."""
 
-    seen: Sketch
+    observed: Sketch
     backward: int
     counts: bool
 
 
 @dataclass
 class Call:
-    """One call of a watched module. Gradients are by the number of the tensor that they belong to.
+    """A watched module call. Tensor numbers key its gradients.
 
-    ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
-    ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
-    gradient, ``giving`` the outputs that bring one; ``unread``: those are DTensors, which nobody reads.
-    A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
-    ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
-    its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
-    where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
-    ``asked``: by output, the first gradient that came to it, and a copy of that, whether or not the backward went on.
-    ``trained``: those of ``backwards`` came to weights of the module.
-    ``flowed``: by backward, when one ran through the end of the call, by that count; it may not have come to an input.
-    ``parts``: by place, what its backwards brought there; ``in_parts``: by input, those of its gradient, where they
-    were put ``together``.
-    ``again``: what it takes to run it again, where somebody wants that; then, ``repeated`` are the outputs that are the
-    very tensor of another one, with that one's number; and ``given_again`` the inputs that are so;
-    ``hidden``: the type of an object at the call that has tensors which nobody sees; ``attribute``: where the module
-    has an input that it was not called with.
+    backwards: times of completed backwards, on a counter shared by the rank's calls. mixed: parts of the module were in
+    training mode, others not. needing: inputs that require a gradient. giving: outputs that carry one; unread: as
+    DTensors, which stay unread. silent: ran without gradients; it counts as a forward only if a backward repeated it,
+    whose gradients it then gets. rank: its rank, where several share the stage. stacks: user code lines for forward and
+    backward. came: messages behind input tensors. cleared: line that cleared its added gradients. began: start on the
+    counter. asked: by output, the first gradient with a copy, even if its backward ended there. trained: counted
+    backwards reached module weights. flowed: by backward, time at the call's outputs; it may not have reached an input.
+    parts: by place, gradients per backward; in_parts: by input, the parts behind a joint gradient. again: data for a
+    repeated run, if requested; then repeated: outputs identical to an earlier output, with its number; given_again:
+    inputs likewise. hidden: type of an object with unobserved tensors. attribute: input that the module kept instead of
+    receiving it.
     """
 
     training: bool
@@ -143,7 +137,7 @@ class Call:
     outputs: list[Sketch] = field(default_factory=list)
     output_gradients: dict[int, Sketch] = field(default_factory=dict)
     input_gradients: dict[int, Sketch] = field(default_factory=dict)
-    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs that it needs, when the backward begins
+    kept: dict[int, Sketch] = field(default_factory=dict)  # inputs needed in backward, at its start
     backwards: list[int] = field(default_factory=list)
     rank: int | None = None
     silent: bool = False
@@ -167,17 +161,17 @@ class Call:
     asked: dict[int, tuple[Sketch, Tensor | None]] = field(default_factory=dict)
 
     def settle(self) -> None:
-        """All is seen: what was ``asked`` for is what came to outputs from which no backward went on."""
-        for number, (seen, kept) in self.asked.items():
-            self.output_gradients.setdefault(number, seen)
+        """Finish observation: unanswered requests become output gradients."""
+        for number, (observed, kept) in self.asked.items():
+            self.output_gradients.setdefault(number, observed)
             if kept is not None and self.again is not None:
                 self.again.flows.setdefault(number, kept)
         self.asked = {}
 
     def count(self, time: int, *, trains: bool) -> None:
-        """Count a backward that is over. One that ``trains`` no weights is a half of another, or looked at a gradient.
+        """Count a finished backward. Without weight gradients it may be a half, or a mere look at a gradient.
 
-        So it counts where none does that trains some.
+        So it counts only if no other reaches weights.
         """
         if trains and not self.trained:
             self.backwards.clear()
@@ -187,41 +181,35 @@ class Call:
 
     @property
     def ran(self) -> list[int]:
-        """When its backwards were over. Of those that came to no input the first alone: halves may be several."""
+        """Times of finished backwards. Without any input gradient, only the first counts: others may be halves."""
         return self.backwards or [*self.flowed.values()][:1]
 
     @property
     def is_idle(self) -> bool:
-        """Whether it adds nothing: zeros alone flowed back to it, as to padding that no loss counts."""
+        """True if only zeros flowed back, as to padding."""
         return bool(self.output_gradients) and not any(one.norm for one in self.output_gradients.values())
 
-    def note_part(self, at: "Place", seen: Sketch, kept: Tensor | None, *, counts: bool) -> None:
-        """Note what the backward that runs brought to a tensor, beside what others did; ``kept`` is a copy of it.
+    def note_part(self, at: "Place", observed: Sketch, kept: Tensor | None, *, counts: bool) -> None:
+        """Note the current backward's gradient at a tensor; ``kept`` copies it.
 
-        ``counts``: there this call's backwards are counted.
+        counts: the call counts its backwards there.
         """
         is_output, number = at
         if is_output and kept is not None and self.again is not None:
-            self.again.parts.setdefault(number, {}).setdefault(seen.digest, kept)
-        self.parts.setdefault(at, []).append(BackwardPart(seen, torch._C._current_graph_task_id(), counts))
+            self.again.parts.setdefault(number, {}).setdefault(observed.digest, kept)
+        self.parts.setdefault(at, []).append(BackwardPart(observed, torch._C._current_graph_task_id(), counts))
 
-    def received(self, number: int, sent: Sequence[Sketch]) -> list[Sketch]:
-        """What backwards brought to an output: of equal parts as many as were ``sent``, or one."""
+    def gradients_of(self, number: int, sent: Sequence[Sketch]) -> list[Sketch]:
+        """Return an output's gradients: equal parts as often as ``sent``, at least once."""
         if those := self.parts.get((True, number)):
-            return [one.seen for one in _of_each(those, sent)[0]]
+            return [one.observed for one in _of_each(those, sent)[0]]
         return [one for one in [self.output_gradients.get(number)] if one is not None]
 
-    @property
-    def apart(self) -> bool:
-        """Whether a backward came to some outputs and not to others: each may have its own."""
-        own = [{one.backward for one in those} for (is_output, _), those in self.parts.items() if is_output]
-        return any(one != other for one, other in combinations(own, 2))
-
     def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
-        """The same, where several consumers, outputs or terms of a loss had a backward each: as if these were one.
+        """Merge backwards from several consumers, outputs or loss terms into one.
 
-        ``sent``: by output, what they handed back. Of equal parts so many count as they sent; what is left are halves
-        of a backward, or backwards too many.
+        sent: gradients returned per output. Equal parts count as often as sent; any others are halves, or extra
+        backwards.
         """
         outputs = {n: _of_each(those, sent.get(n, ()))[0] for (is_output, n), those in self.parts.items() if is_output}
         backwards = {one.backward for those in outputs.values() for one in those}
@@ -240,38 +228,38 @@ class Call:
             output_gradients=self.output_gradients | _sums(flows) | {n: sketch(one) for n, one in whole.items()},
             input_gradients=self.input_gradients | _sums(back),
             backwards=self.backwards[: len(self.backwards) - more],
-            in_parts={number: [part.seen for part in one] for number, one in back.items()},
+            in_parts={number: [part.observed for part in one] for number, one in back.items()},
             again=self.again and replace(self.again, flows=self.again.flows | whole),
             parts={},
         )
 
-    def without_own(self, received: Mapping[int, Sketch]) -> "Call":
-        """The same, where of the gradients of some outputs only these came from behind the call.
+    def without_own_gradients(self, received: Mapping[int, Sketch]) -> "Call":
+        """Keep, for outputs in ``received``, only gradients from outside the call.
 
-        What else came to them, others brought that it made of them.
+        Other gradients there came from tensors derived within it.
         """
         parts = {at: those for at, those in self.parts.items() if not (at[0] and at[1] in received)}
         return replace(self, output_gradients={**self.output_gradients, **received}, parts=parts) if received else self
 
     def later(self, time: int, *, rank: int) -> "Call":
-        """The same on ``rank``, by so much later."""
+        """Shift the call by ``time``, on ``rank``."""
         began = None if self.began is None else self.began + time
         flowed = {backward: time + end for backward, end in self.flowed.items()}
         return replace(self, backwards=[time + end for end in self.backwards], flowed=flowed, began=began, rank=rank)
 
 
 def _of_each(parts: Sequence[BackwardPart], sent: Sequence[Sketch]) -> tuple[list[BackwardPart], list[BackwardPart]]:
-    """Of equal ``parts`` as many as were ``sent``, or one, and the others."""
+    """Split ``parts``: equal ones as often as ``sent``, at least once, and the rest."""
     taken, found = Counter[bytes](), (list[BackwardPart](), list[BackwardPart]())
     for part in parts:
-        taken[part.seen.digest] += 1
-        found[taken[part.seen.digest] > max(1, sum(map(part.seen.says, sent)))].append(part)
+        taken[part.observed.digest] += 1
+        found[taken[part.observed.digest] > max(1, sum(map(part.observed.says, sent)))].append(part)
     return found
 
 
 def _sums(parts: Mapping[int, Sequence[BackwardPart]]) -> dict[int, Sketch]:
-    return {number: reduce(Sketch.plus, (one.seen for one in those)) for number, those in parts.items()}
+    return {number: reduce(Sketch.plus, (one.observed for one in those)) for number, those in parts.items()}
 
 
 def _digest(part: BackwardPart) -> bytes:
-    return part.seen.digest
+    return part.observed.digest

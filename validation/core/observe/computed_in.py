@@ -1,4 +1,4 @@
-"""In which type a job's modules compute, where that is narrower than the type of their weights."""
+"""Detect the computing type, where narrower than the weights."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -16,20 +16,22 @@ from pipeproof.reference.products import MATRICES, TYPES, products_in
 
 
 class ComputedIn:
-    """A context manager that notes in which types ``modules`` compute, by autocast or as they cast by hand.
+    """Notes the types in which ``modules`` compute, by autocast or manual casts.
 
-    That is what they give out, and what autograd notes between that and what they are given, the first time. Forward
-    hooks change no bit. In what torch compiles or scripts nothing is noted.
+    Looks at outputs, and once at autograd nodes between outputs and inputs. Forward hooks change no bit. Compiled or
+    scripted code stays unobserved.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         every = (one for whole in modules for one in whole.modules())
         self.fence = Fence()
-        self._modules = [one for one in every if not isinstance(one, torch.jit.ScriptModule)]  # which take no hooks
+        self._modules = [
+            one for one in every if not isinstance(one, torch.jit.ScriptModule)
+        ]  # scripted modules take no hooks
         self._hooks = list[RemovableHandle]()
         self._found: set[torch.dtype] = set()
-        self._looked: set[int] = set()  # the ids of modules
-        self._places: set[torch.device] = set()  # where fp32 is computed
+        self._looked: set[int] = set()  # module ids
+        self._places: set[torch.device] = set()  # devices with fp32 results
 
     def __enter__(self) -> Self:
         note = self.fence.around(self._note)
@@ -44,7 +46,7 @@ class ComputedIn:
 
     @property
     def narrowest(self) -> str:
-        """The name of the type with the least digits; empty where nothing was seen, or not all."""
+        """Name of the type with the fewest digits; empty if unobserved or incomplete."""
         if self.fence.broken:
             return ""
         found = self._found | {TYPES[products_in(place, [MATRICES])[MATRICES]] for place in self._places}

@@ -1,4 +1,4 @@
-"""A tensor's content in a few bytes, made where the tensor lies."""
+"""Digests: tensor contents in a few bytes, computed on the tensor's device."""
 
 import functools
 import hashlib
@@ -9,35 +9,35 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.observe.elements import bits, has_fp64
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 
-ROW = 1 << 15  # words of 16 bits
+ROW = 1 << 15  # 16-bit words
 LANES, _LARGEST = 4, 1 << 21
-_AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 17, 1 << 25  # elements that are made wide at once, as many as caches hold
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 17, 1 << 25  # elements converted at once, to fit caches
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Equal for tensors of one shape and type that are equal bit for bit, and for others but by chance: 1 in 2^84.
+    """Digest a tensor. Equal bits, shape and type give equal digests; others collide by chance: 1 in 2^84.
 
-    On every device it is the same. Of a long tensor, it is one of a few whole numbers for every 64 KB: four sums of its
-    words of 16 bits, each multiplied by a random number below 2^21. No sum reaches 2^53, so that in fp64 all of them
-    are exact, in whatever order they are made (a universal hash, as of Carter and Wegman).
+    All devices agree. A long tensor becomes a few integers per 64 KB: four sums over 16-bit words, each multiplied by a
+    random number below 2^21. Sums stay below 2^53, so fp64 is exact in any order (a universal hash, as by Carter and
+    Wegman).
     """
-    found = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())  # processors have instructions for it
+    found = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())  # fast: processors have instructions for it
     content: Any = _short(bits(tensor.detach()).view(torch.uint8))
     found.update(content.numpy())
     return found.digest()
 
 
 def contents(model: nn.Module) -> dict[str, bytes]:
-    """The digest of every parameter by name, each name of a tied one too; of what this rank has of it."""
-    return {name: digest(held_here(one)) for name, one in model.named_parameters(remove_duplicate=False)}
+    """Digest each parameter by name, including tied names; for sharded ones this rank's part."""
+    return {name: digest(local_tensor(one)) for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 def wide_rows(flat: Tensor, row: int) -> Iterator[Tensor]:
-    """It in fp64, in rows of so many elements, as many together as fit caches: a device has room for more.
+    """Yield fp64 rows with ``row`` elements, in blocks that fit caches; devices take larger blocks.
 
-    Each part lies where the one before it lay: to get new memory takes longer than all the sums.
+    Each block reuses the previous block's memory: allocation would cost more than the sums.
     """
     whole = flat.view(-1, row)
     size = min(len(whole), max(1, (_AT_ONCE if flat.is_cpu else _AT_ONCE_ON_DEVICE) // row))
@@ -48,11 +48,11 @@ def wide_rows(flat: Tensor, row: int) -> Iterator[Tensor]:
 
 
 def _short(content: Tensor) -> Tensor:
-    """Bytes on the host, a copy: the very ones, or of more than a row's what stands for them."""
+    """Return bytes on the host: a copy, or sums for long content."""
     if content.numel() <= 2 * ROW:
         return content.to("cpu", copy=True)
     content = content if has_fp64(content.device) else content.cpu()
-    content = content.clone() if content.storage_offset() % 2 else content  # words begin at even places
+    content = content.clone() if content.storage_offset() % 2 else content  # words start at even offsets
     odd = content[content.numel() // 2 * 2 :]
     words = torch.cat([content, odd.new_zeros(1)]) if odd.numel() else content
     words = words.view(torch.int16)
@@ -64,7 +64,7 @@ def _short(content: Tensor) -> Tensor:
 
 @functools.cache
 def keys(device: torch.device) -> Tensor:
-    """The numbers that words are multiplied by (4, 32768), the same in every process."""
+    """Return word factors (4, 32768), equal in all processes."""
     generator = torch.Generator().manual_seed(ROW)
     drawn = torch.randint(_LARGEST, (ROW, LANES), generator=generator, device="cpu")
-    return drawn.T.double().contiguous().to(device)  # products with rows are made several times as fast so
+    return drawn.T.double().contiguous().to(device)  # contiguous rows speed the products up several times

@@ -1,4 +1,4 @@
-"""A tensor's elements, as they are and as numbers, of whatever type they are."""
+"""Tensor elements as bits and as numbers, for all types."""
 
 import functools
 from collections.abc import Iterator
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_PART, _PART_ON_DEVICE = 1 << 16, 1 << 24  # elements that are looked at at once: a device is waited for each time
+_PART, _PART_ON_DEVICE = 1 << 16, 1 << 24  # elements per look: each one synchronizes with the device
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, flat: equal where all bits are equal. A quantised tensor counts as its values."""
+    """Return flat integers that are equal for equal bits. Quantised tensors count as their values."""
     flat = plain(tensor).contiguous().reshape(-1)
     return flat.view(_WORDS[min(8, flat.element_size())])
 
 
 def numbers(tensor: Tensor) -> Tensor:
-    """The elements as real numbers, flat: a complex one as two. Bytes, of a type that has no arithmetic."""
+    """Return flat real numbers: two per complex element. Types without arithmetic give bytes."""
     flat = plain(tensor).reshape(-1)
     if flat.is_complex():
         return torch.view_as_real(flat).reshape(-1)
@@ -25,13 +25,13 @@ def numbers(tensor: Tensor) -> Tensor:
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
-    """The elements as real numbers in fp64, flat; on the host where their device has none."""
+    """Return flat fp64 numbers, on the host if the device lacks fp64."""
     return numbers(tensor if has_fp64(tensor.device) else tensor.cpu()).double()
 
 
 @functools.cache
 def has_fp64(device: torch.device) -> bool:
-    """Whether tensors of fp64 can be made there."""
+    """True if the device supports fp64."""
     try:
         return torch.zeros(1, dtype=torch.float64, device=device).is_floating_point()
     except (RuntimeError, TypeError):
@@ -39,34 +39,34 @@ def has_fp64(device: torch.device) -> bool:
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often it was written to; None where nobody counts, as in inference mode."""
+    """Return the tensor's write count. None if uncounted, as in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether numbers of ``dtype`` are rounded when they are stored: integers and truth values are not."""
+    """True for types with rounding: integers and booleans have none."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is infinite or not a number."""
+    """True if all elements are finite."""
     if not is_rounded(tensor.dtype):
         return True
     return all(bool(part.isfinite().all()) for part in _parts(tensor))
 
 
 def any_nan(tensor: Tensor) -> bool:
-    """Whether some element is not a number."""
+    """True if any element is NaN."""
     return is_rounded(tensor.dtype) and any(bool(part.isnan().any()) for part in _parts(tensor))
 
 
 def any_nonzero(tensor: Tensor) -> bool:
-    """Whether some element is not zero."""
+    """True if any element is nonzero."""
     return any(bool(part.any()) for part in _parts(tensor))
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements part by part, those of a single byte in a type that torch can compute with."""
+    """Yield elements in parts; single-byte types come in a computable type."""
     flat = numbers(tensor)
     size = _PART if flat.is_cpu else _PART_ON_DEVICE
     for start in range(0, flat.numel(), size):
@@ -75,12 +75,12 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor without a conjugation or a sign that is still to come, and without a scale of its own."""
+    """Resolve conjugation, negation and quantisation."""
     found = tensor.detach()
     return found.dequantize() if found.is_quantized else found.resolve_conj().resolve_neg()
 
 
 def _counts(dtype: torch.dtype) -> bool:
-    """Whether torch can make fp64 of ``dtype``."""
+    """True if torch can convert ``dtype`` to fp64."""
     name = str(dtype).removeprefix("torch.")
     return not name.startswith(("bits", "float4"))

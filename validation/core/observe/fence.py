@@ -1,4 +1,4 @@
-"""A fence around what observes a step: what goes wrong there is noted, and the step goes on as it would without it."""
+"""Fences around observers: an observer's error gets noted, and the step goes on undisturbed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,24 +16,23 @@ _INSIDE_FUNC = "it runs inside torch.func, whose tensors have no storage"
 
 
 class Fence:
-    """Around one observer. ``broken``: why it has not seen everything; empty as long as it has.
+    """Guards one observer. ``broken``: its first error; empty while intact.
 
-    A broken observer looks at nothing more, and what it saw does not count: half of it would be judged as all of it.
-    ``compiled``: torch.compile took it in once; what runs there cannot be observed. ``in_func``: what it looks at is
-    there inside torch.func, too.
+    A broken observer stops, and its data do not count: half would be judged as all. compiled: torch.compile captured
+    it, so it saw nothing there. in_func: it may also look inside torch.func.
     """
 
     def __init__(self, *, in_func: bool = True) -> None:
         self.broken = ""
         self._in_func = in_func
         self.compiled = False
-        self._users: Exception | None = None  # what a function of the user's raised
+        self._users: Exception | None = None  # raised by user code
 
     def around(self, look: Callable[P, T]) -> Callable[P, T | None]:
-        """``look``, which raises nothing: where it fails, and from then on, it gives None."""
+        """Wrap ``look``: it never raises, and returns None after an error."""
 
         @wraps(look)
-        def fenced(*given: P.args, **named: P.kwargs) -> T | None:
+        def fence(*given: P.args, **named: P.kwargs) -> T | None:
             if torch.compiler.is_compiling():
                 self.compiled = True
                 return None
@@ -46,30 +45,30 @@ class Fence:
                     return look(*given, **named)
                 with _outside():
                     return look(*given, **named)
-            except Exception as error:  # no one type: tensors may be of any kind
+            except Exception as error:  # any type: tensors may be of any kind
                 if error is self._users:
                     raise
-                self.broken = _INSIDE_FUNC if _inside_func() else f"looking at it raised {_told(error)}"
+                self.broken = _INSIDE_FUNC if _inside_func() else f"looking at it raised {_describe(error)}"
                 return None
 
-        return fenced
+        return fence
 
     def of_user(self, function: Callable[P, T]) -> Callable[P, T]:
-        """A ``function`` of the user's own, which an observer calls: what it raises is raised."""
+        """Wrap a user ``function`` that an observer calls: its errors propagate."""
 
         @wraps(function)
-        def called(*given: P.args, **named: P.kwargs) -> T:
+        def call(*given: P.args, **named: P.kwargs) -> T:
             try:
                 return function(*given, **named)
             except Exception as error:
                 self._users = error
                 raise
 
-        return called
+        return call
 
 
 class Observer(Protocol):
-    """What has a fence around it."""
+    """An observer with a fence."""
 
     @property
     def fence(self) -> Fence: ...
@@ -79,13 +78,13 @@ Looking = TypeVar("Looking", bound=Observer)
 
 
 def looking(look: Callable[Concatenate[Looking, P], T]) -> Callable[Concatenate[Looking, P], T | None]:
-    """``look``, a method of an observer, within its fence."""
+    """Wrap an observer's method in its fence."""
 
     @wraps(look)
-    def fenced(observer: Looking, /, *given: P.args, **named: P.kwargs) -> T | None:
+    def fence(observer: Looking, /, *given: P.args, **named: P.kwargs) -> T | None:
         return observer.fence.around(look)(observer, *given, **named)
 
-    return fenced
+    return fence
 
 
 def _inside_func() -> bool:
@@ -94,14 +93,13 @@ def _inside_func() -> bool:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """While this is open, no transformation and no mode of the user's takes part in what is computed.
+    """Suspend the user's modes and transformations inside the context.
 
-    One that keeps or counts operations would have the observer's, too; and what the observer keeps for later, such as
-    tables, would be tensors of that transformation.
+    Otherwise they would keep or count the observer's operations, and tables cached here would become their tensors.
     """
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,4 +1,4 @@
-"""A hook on a module that its copies do not have."""
+"""Module hooks for originals, never for copies."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,10 +10,9 @@ from pipeproof.reference.again import is_run_again
 
 
 class Hook:
-    """Calls ``calls`` for the module that it is ``of``, but where a check runs that again.
+    """Runs ``calls`` for its own module, except in a check's repeated runs.
 
-    A copy, as from a file, has in its place what does nothing. Some copies have the very hooks. A file with a module in
-    it can be read where there is no pipeproof.
+    A pickled copy gets a no-op instead. Some copies keep the same hook. A pickled module loads without pipeproof.
     """
 
     def __init__(self, of: nn.Module, calls: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a tensor is in place of the one that is due, and whose, as values; all that is said of it is said here."""
+"""Likeness: what a wrong tensor is and where it came from, with all texts about it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ import torch
 from pipeproof.core.observe.recording import Point, Site
 from pipeproof.pipeline.sizes import SHOWN, digits
 
-# Types that a tensor may have gone through on its way, by the names that people use.
+# Narrower types a tensor may pass through, by usual names.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDED_TO = {**NARROWER, "fp32": torch.float32}  # what a tensor of a wider type may have been rounded to
+ROUNDED_TO = {**NARROWER, "fp32": torch.float32}  # targets for rounding from wider types
 
 
 def narrower(dtype: torch.dtype) -> Collection[str]:
-    """The names of types through which a tensor of ``dtype`` may have gone, and lost something."""
+    """Return names of narrower types for ``dtype``."""
     return (ROUNDED_TO if dtype is torch.float64 else NARROWER).keys()
 
 
-GRADIENT, PARAMETER = "gradient", "parameter"  # places of what belongs to a parameter
-SAME_NUMBER, MEAN = "same number", "mean"  # what can be added to every element of anything
-_NO_PART = 1e-2  # a coefficient this near to 0 or 1 is said to be that
+GRADIENT, PARAMETER = "gradient", "parameter"  # places for parameter tensors
+SAME_NUMBER, MEAN = "same number", "mean"  # constant shifts, possible for any tensor
+_NO_PART = 1e-2  # a coefficient this near to 0 or 1 counts as equal
 
 
 @dataclass(frozen=True)
 class Label:
-    """Whose a tensor of the reference is: where it passes, or the parameter ``name`` that it belongs to.
+    """Names a reference tensor: its place, or its parameter ``name``.
 
-    ``ago``: how many operations before the one in question; ``number``: which it is of several at one place.
+    ago: operations before the current one. number: index among several tensors at one place.
     """
 
     point: Point
@@ -38,11 +38,11 @@ class Label:
 
     @classmethod
     def of_gradient(cls, site: Site, *, ago: int = 0) -> Self:
-        """That of a parameter's gradient, as one stage has it."""
+        """Label a parameter's gradient on one stage."""
         return cls(Point(site[0], -1, GRADIENT), ago, name=site[1])
 
     def text(self, at: "Label") -> str:
-        """Named as seen from ``at``: what is the same goes without saying."""
+        """Describe the label relative to ``at``, without common parts."""
         if self.point.where in (SAME_NUMBER, MEAN):
             return f"the {self.point.where} in every element"
         if self.name:
@@ -70,9 +70,9 @@ class Label:
 
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of a tensor: whole lines of it by their numbers (``line`` is "row", "column" or "element").
+    """Selected elements: whole lines by number (``line``: "row", "column" or "element").
 
-    Without such lines, ``count`` elements ``of`` all. ``first`` and ``last`` are those of the tensor laid end to end.
+    Otherwise ``count`` elements ``of`` all. first, last: positions in the flattened tensor.
     """
 
     count: int
@@ -87,21 +87,21 @@ class Elements:
     def text(self) -> str:
         if not self.line:
             return f"{self.count} of {self.of} elements"
-        return numbered(self.line, self.numbers, self.lines)
+        return join_places(self.line, self.numbers, self.lines)
 
     @property
     def is_run(self) -> bool:
-        """Whether they lie together, but for a few that may be right by chance."""
+        """True for adjacent elements, up to chance matches."""
         return self.count >= 0.9 * (self.last - self.first + 1)
 
     @property
     def is_tail(self) -> bool:
-        """Whether they are a run up to the end, and not all there is."""
+        """True for a run to the end, but not the whole tensor."""
         return self.is_run and self.last == self.of - 1 and self.first > 0
 
 
-def numbered(word: str, numbers: Sequence[int], count: int) -> str:
-    """``row 3``, ``rows 2 to 5``, ``rows 1, 4``, or how many."""
+def join_places(word: str, numbers: Sequence[int], count: int) -> str:
+    """Join numbers: ``row 3``, ``rows 2 to 5``, ``rows 1, 4``, or a count."""
     if len(numbers) == 1:
         return f"{word} {numbers[0]}"
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
@@ -113,16 +113,16 @@ def numbered(word: str, numbers: Sequence[int], count: int) -> str:
 
 @dataclass(frozen=True)
 class Likeness:
-    """What a tensor is in place of the one that is due.
+    """A wrong tensor's nature, beside its expectation.
 
     kind: missing, unexpected, shape, not-finite, zero, rounded (to ``narrow``), multiple (``factor`` times its own),
-    reordered (its ``line``s), other (whose: ``label``), counted (each microbatch in it so often: ``counts``), sum
-    (``factor`` of its own and ``more`` of ``label``'s), noisy, different (like nothing known), or right (although what
-    is around it is not).
+    reordered (its ``line``s), other (whose: ``label``), counted (each microbatch's share: ``counts``), sum (``factor``
+    times its own plus ``more`` times ``label``'s), noisy, different (like nothing known), or right (although its
+    surroundings are wrong).
 
-    ``at`` is its own place. ``part``: the elements concerned, where all others are right; ``source``: where in the due
-    tensor these belong. ``error`` and ``cosine`` are against the due tensor. ``which`` names the tensor, and ``words``
-    are those of a place that knows more than this.
+    at: its own place. part: affected elements, if all others are right; source: where they belong in the expected
+    tensor. error, cosine: against the expected tensor. which: the tensor's name. words: text from a better informed
+    place.
     """
 
     kind: str
@@ -143,34 +143,34 @@ class Likeness:
 
     @property
     def is_known(self) -> bool:
-        """Whether this says what it is, and not only that it is another."""
+        """True if the origin is known."""
         return self.kind not in ("different", "noisy")
 
     @property
     def text(self) -> str:
-        """What it is, in words that follow "is"."""
+        """Nature, as a predicate after "is"."""
         found = self.words or _IS[self.kind](self)
         return f"wrong in {self.part.text} alone, where it is {found}" if self.part is not None else found
 
     @property
     def change(self) -> str:
-        """What was done to it, in words that follow "was"."""
+        """Change, as a predicate after "was"."""
         found = "set to zero" if self.part is not None and self.kind == "zero" else _WAS[self.kind](self)
         return f"{found} in {self.part.text}" if self.part is not None else found
 
     @property
     def parameter(self) -> str:
-        """The parameter whose gradient it is; empty where it is none."""
+        """Parameter name for a gradient; empty for other tensors."""
         return "" if self.at is None else self.at.name
 
     @property
     def whose(self) -> str:
-        """Whose it is, or whose is in it."""
+        """Owner, or contributor, in words."""
         return "" if self.label is None or self.at is None else self.label.text(self.at)
 
 
 def _expected(found: Likeness) -> str:
-    """Whose it is, and whose it should be."""
+    """Name the actual owner, and the right one."""
     if found.source is not None:
         return f"what belongs in {found.source.text}"
     at = found.at
@@ -189,7 +189,7 @@ def _sum(found: Likeness) -> str:
     return f"{'the expected' if plain else f'{digits(own)} of the expected'} plus {digits(more)} of {found.whose}"
 
 
-def _added(found: Likeness) -> str:
+def _describe_sum(found: Likeness) -> str:
     own, more = found.factor or 0.0, found.more or 0.0
     where = None if found.label is None else found.label.point.where
     if where in (SAME_NUMBER, MEAN) and abs(own - 1) <= _NO_PART:
@@ -233,6 +233,6 @@ _WAS: Mapping[str, Callable[[Likeness], str]] = {
     "multiple": lambda found: f"multiplied by {digits(found.factor or 0.0)}",
     "reordered": lambda found: "put in another order",
     "other": lambda found: f"replaced by {found.whose}",
-    "sum": _added,
+    "sum": _describe_sum,
     "different": lambda found: "changed into what is like nothing known" if found.part is None else "changed",
 }

@@ -1,4 +1,4 @@
-"""What a schedule produced: plain values, gathered from all ranks."""
+"""Observed results: plain values, gathered from all ranks."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.observe.posted_messages import Came
-from pipeproof.core.observe.recording import Recording, Site, merged
+from pipeproof.core.observe.recording import Recording, Site, merge
 from pipeproof.core.observe.routes import Route
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.observe.stack import Stack
@@ -17,21 +17,19 @@ from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.trace import Profile
 
-INPUT = "model input"  # as a place
-UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
-OF_ANOTHER_PLACE = ", of the same microbatch but of another place in the model"  # the end of what is said of a tensor
+INPUT = "model input"  # a place
+UNKNOWN_MICROBATCH = -1  # a call's microbatch, if unknown
+OF_ANOTHER_PLACE = ", of the same microbatch but of another place in the model"  # text ending
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor at the boundary of a stage: which (``output of the module``, say) in which action.
+    """A tensor at a stage boundary, with its action; ``what`` names it, such as ``output of the module``.
 
-    ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
-    ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
-    ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
-    is where in the model an input should pass. ``rank`` is where it was, if several hold the stage. ``faint``: it is
-    wrong by little more than what rounding may do. ``error`` is about its relative error, ``limit`` what is rounding.
-    ``number`` is the tensor's among those that are there.
+    same: it equals the reference's, up to rounding; exact: bit for bit. really: actual origin. where: place in the
+    flow, in recording terms. judged: if False, it serves diagnosis alone. call: call number from 1, if the microbatch
+    is unknown. place: expected place in the model, for inputs. rank: its rank, where several hold the stage. faint:
+    barely beyond rounding. error, limit: relative error and allowance. number: index among tensors there.
     """
 
     action: Action
@@ -51,32 +49,28 @@ class Crossing:
 
     @property
     def at(self) -> str:
-        """The action in words, also where its microbatch is not known."""
+        """The action, or its call if the microbatch is unknown."""
         stage, kind, microbatch = self.action
         return f"{stage}{kind.value} of call {self.call}" if microbatch == UNKNOWN_MICROBATCH else str(self.action)
 
     @property
-    def seen(self) -> str:
-        """What it is instead, in words; empty where it is what it should be."""
+    def observed(self) -> str:
+        """The actual origin in words; empty if right."""
         return "" if self.really is None else self.really.text
 
 
 @dataclass(frozen=True)
 class Passed:
-    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
+    """A stage's actions in order, its module calls, and its boundary tensors.
 
-    ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
-    ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
-    ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
-    microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
-    ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action,
-    ``came`` the messages that it was given, by its tensors' numbers, ``cleared`` where what a microbatch's backward had
-    added to the gradients was cleared.
-    ``cut`` are the microbatches whose backward ran through the end of the stage, and came to none of its inputs.
-    ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
-    do. ``times`` of actions, by their rank's count; empty where nobody knows.
-    ``extra``: how many calls were beside those of microbatches, and how many of these may add to gradients.
+    begins, ends: reference places for inputs and outputs, by number. lost: microbatches without a known call; complete:
+    each has one call. unplaced: tensors without a known place, by flow point and microbatch; they stay uncompared.
+    uncompared: number of tensors without a law. ranks: rank per microbatch, where several hold the stage. strange:
+    outputs without a place, by microbatch. mixed: only parts of the module trained. stacks: user lines per action.
+    came: messages behind an action's tensors. cleared: lines that cleared a microbatch's added gradients. cut:
+    microbatches whose backward entered the stage and reached no input. detached: by microbatch, inputs without a
+    gradient although the previous stage requires one. times: action times on the rank's counter; empty if unknown.
+    extra: calls beyond the microbatches, and how many may add to gradients.
     """
 
     actions: tuple[Action, ...]
@@ -101,35 +95,35 @@ class Passed:
 
     @property
     def untold(self) -> bool:
-        """Whether there is a call of which nothing tells the microbatch."""
+        """True after a call with an unknown microbatch."""
         return any(action.microbatch == UNKNOWN_MICROBATCH for action in self.actions)
 
     @cached_property
     def unsure(self) -> frozenset[int]:
-        """The microbatches of which nobody knows the one call: of none, or of several, it is known to be about them."""
+        """Microbatches without exactly one known call."""
         calls = Counter(action.microbatch for action, _ in self.called)
         return frozenset({*self.lost, *(microbatch for microbatch, count in calls.items() if count > 1)})
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected.
+    """Claims about a rank's parameter, under their law: result, observed, expected.
 
-    beside: the rank that it is held against, which may itself be wrong; None where that is the model.
+    beside: the rank compared with, which may itself be wrong; None for the model.
     """
 
     law: str
     rank: int
     site: Site
     holds: bool
-    seen: str
+    observed: str
     expected: str
     beside: int | None = None
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What routes are of: a router, by its name in the model, in its stage, and a microbatch."""
+    """A router's routes: its stage, model name and microbatch."""
 
     stage: int
     router: str
@@ -138,20 +132,16 @@ class Routed:
 
 @dataclass(frozen=True)
 class RankOperation:
-    """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
+    """An operation on a rank. Inapplicable fields are empty or None.
 
-    ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
-    ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
-    tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
-    as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
-    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched, ``uncompared``
-    how many tensors there have no place in the reference, ``extra``, by stage, how many calls were beside those of
-    microbatches, and how many of these may add to gradients; ``recording`` is there where the run was recorded;
-    ``started`` are the parameters before anything ran, in the first operation.
-    ``outputs`` are those that the step handed back by name, for each microbatch. ``routes`` are what routers chose.
-    ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
-    ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data. ``unseen``: by law,
-    why not all was seen that it needs.
+    losses, loss, norm: the rank's reports. called: module calls as forwards (stage, microbatch), with any training mode
+    in their parts. gradients: after tied copies were summed, before clipping. before: observed starting parameters;
+    parameters: after the optimizer. nonfinite: actions with NaN or infinity in their output. crossings: tensors at
+    watched boundaries. uncompared: tensors there without a place in the reference. extra: by stage, calls beyond the
+    microbatches, and how many may add to gradients. recording: present in recorded runs. started: parameters before the
+    first operation. outputs: named outputs per microbatch. routes: router choices. share: microbatches with reported
+    losses (None: all). claims: properties between ranks. line: index among ranks with the same stages and data. unseen:
+    by law, why observation is incomplete.
     """
 
     operation: str
@@ -179,7 +169,7 @@ class RankOperation:
     unseen: Mapping[str, str] = field(default_factory=dict)
 
     def along(self, line: int) -> "RankOperation":
-        """The same, where what was done counts only if it was done on ``line``."""
+        """Copy that keeps actions only if done on ``line``."""
         if self.line == line:
             return replace(self, line=0)
         return replace(self, line=0, executed=(), called=(), crossings=(), uncompared=0)
@@ -187,10 +177,10 @@ class RankOperation:
 
 @dataclass(frozen=True)
 class Observed:
-    """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r.
+    """All ranks' results: ``ranks[r][k]`` holds operation k on rank r.
 
-    ``copies``: of stages that further lines of ranks hold as well, and what these did is known: by stage the first such
-    rank, one mapping a line. ``counts``: how many microbatches each operation has, where that is not the schedule's.
+    copies: per further line with observed actions, the first rank for each stage. counts: microbatches per operation,
+    unless the schedule's.
     """
 
     schedule: Schedule
@@ -200,50 +190,50 @@ class Observed:
 
     @property
     def watched(self) -> bool:
-        """Whether it is known what ran: the ranks were our runtime's."""
+        """True with observed actions, as from our own runtime."""
         return any(one.executed for rank in self.ranks for one in rank)
 
     @property
     def unseen(self) -> dict[str, str]:
-        """By law, the first rank on which not all was seen that it needs, and why."""
+        """Laws with incomplete observation, each with its first rank and reason."""
         every = [(rank, one.unseen) for rank, row in enumerate(self.ranks) for one in row]
         return {law: f"rank {rank}: {why}" for rank, unseen in reversed(every) for law, why in unseen.items()}
 
     def losses(self, operation: int) -> tuple[float, ...]:
-        """The microbatches' losses, as the last stage's rank reported them."""
+        """Microbatch losses, as the last stage's rank reports them."""
         return self.ranks[self.schedule.placement[-1]][operation].losses
 
     def gradients(self, operation: int) -> dict[Site, Tensor | None]:
-        """Every rank's gradients together."""
+        """All ranks' gradients."""
         return {site: grad for rank in self.ranks for site, grad in (rank[operation].gradients or {}).items()}
 
     def parameters(self, operation: int) -> dict[Site, Tensor]:
-        """Every rank's parameters together."""
+        """All ranks' parameters."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].parameters or {}).items()}
 
     def before(self, operation: int) -> dict[Site, Tensor]:
-        """The parameters that every rank started from, together, as far as they were seen."""
+        """All ranks' observed starting parameters."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].before or {}).items()}
 
-    def held(self, operation: int) -> list[Site]:
-        """Every site that a rank has a gradient for, or at least a parameter, as often as ranks have one."""
+    def gradient_sites(self, operation: int) -> list[Site]:
+        """Sites with a gradient or parameter, once per holding rank."""
         return [site for rank in self.ranks for site in (rank[operation].gradients or rank[operation].parameters or {})]
 
-    def started(self) -> dict[Site, Tensor]:
-        """Every rank's parameters before the first operation, together."""
+    def initial_parameters(self) -> dict[Site, Tensor]:
+        """All ranks' parameters before the first operation."""
         return {site: value for rank in self.ranks for site, value in (rank[0].started or {}).items()}
 
     def buffers(self, operation: int) -> dict[Site, Tensor]:
-        """Every rank's buffers together."""
+        """All ranks' buffers."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
 
     def recording(self, operation: int) -> Recording | None:
-        """Every rank's recording as one; None unless all were recorded."""
+        """Merge all recordings. None unless each rank has one."""
         found = [rank[operation].recording for rank in self.ranks]
-        return merged([one for one in found if one is not None]) if None not in found else None
+        return merge([one for one in found if one is not None]) if None not in found else None
 
     def final(self) -> "Observed":
-        """What a runtime hands back that nobody watched: losses, norms, final gradients, parameters, buffers."""
+        """Keep final results alone, as from an unwatched runtime: losses, norms, gradients, parameters, buffers."""
         ranks = tuple(
             tuple(replace(one, executed=(), called=(), nonfinite=(), recording=None) for one in rank)
             for rank in self.ranks
@@ -251,34 +241,34 @@ class Observed:
         return replace(self, ranks=ranks)
 
     def along(self, line: int) -> "Observed":
-        """What the ranks of ``line`` did, as if no others had done anything; what those handed back stays."""
+        """Return actions on ``line`` alone; results stay."""
         ranks = tuple(tuple(one.along(line) for one in rank) for rank in self.ranks)
         there = self.copies[line - 1] if line else {}
         placement = tuple(there.get(stage, rank) for stage, rank in enumerate(self.schedule.placement))
         return Observed(replace(self.schedule, placement=placement), ranks)
 
-    def called(self, operation: int, line: int = 0) -> list[tuple[Action, bool]]:
-        """Every call of a stage's module on any rank of ``line``, and whether it was in training mode."""
+    def calls(self, operation: int, line: int = 0) -> list[tuple[Action, bool]]:
+        """Return module calls on ``line``, each with its training mode."""
         return [call for one in self._of(operation, line) for call in one.called]
 
     def crossings(self, operation: int) -> list[Crossing]:
-        """Every rank's crossings together."""
+        """All ranks' boundary tensors."""
         return [crossing for rank in self.ranks for crossing in rank[operation].crossings]
 
-    def uncompared(self, operation: int) -> int:
-        """How many tensors at watched boundaries have no place in the reference, on all ranks."""
+    def count_uncompared(self, operation: int) -> int:
+        """Count boundary tensors without a place in the reference, on all ranks."""
         return sum(rank[operation].uncompared for rank in self.ranks)
 
     def backwards(self, operation: int, line: int = 0) -> dict[int, list[int]]:
-        """For each stage, the microbatches in the order in which ``line`` added their weight gradients."""
+        """Return microbatches per stage, in order of weight gradients on ``line``."""
         return self._order(operation, GIVES_WEIGHT_GRADIENT, line)
 
     def forwards(self, operation: int, line: int = 0) -> dict[int, list[int]]:
-        """For each stage, the microbatches in the order of their forwards on ``line``."""
+        """Return microbatches per stage, in forward order on ``line``."""
         return self._order(operation, (Kind.FORWARD,), line)
 
-    def executed(self, operation: int, line: int = 0) -> list[Action]:
-        """Every action on any rank of ``line``."""
+    def actions(self, operation: int, line: int = 0) -> list[Action]:
+        """Return all actions on ``line``."""
         return [action for one in self._of(operation, line) for action in one.executed]
 
     def _of(self, operation: int, line: int) -> list[RankOperation]:
@@ -286,19 +276,19 @@ class Observed:
 
     def _order(self, operation: int, kinds: Collection[Kind], line: int) -> dict[int, list[int]]:
         orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
-        for stage, kind, microbatch in self.executed(operation, line):
+        for stage, kind, microbatch in self.actions(operation, line):
             if kind in kinds:
                 orders[stage].append(microbatch)
         return orders
 
     def first_nonfinite(self, operation: int) -> Action | None:
-        """The earliest action, along the flow of data, whose output was not finite."""
+        """Return the earliest action, along the data flow, with a non-finite output."""
         found = [action for rank in self.ranks for action in rank[operation].nonfinite]
         return min(found, default=None, key=lambda action: (action.stage, action.microbatch))
 
     @property
     def profiles(self) -> Sequence[Profile]:
-        """Each rank's profile of the last training step."""
+        """Each rank's profile for the last training step."""
         last = [max(k for k, op in enumerate(rank) if op.profile is not None) for rank in self.ranks]
         found = [rank[k].profile for rank, k in zip(self.ranks, last, strict=True)]
         return [profile for profile in found if profile is not None]

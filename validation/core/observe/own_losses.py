@@ -1,12 +1,12 @@
-"""Losses of a module's own: backwards that come to its weights, or to what it was given, past what it gave.
+"""Detect a module's own losses: backwards that reach its weights or inputs around its outputs.
 
-The gradients of most modules are those of what flowed back to their outputs. One that keeps an auxiliary loss in an
-attribute, or whose weights the loss punishes, has others besides, and nobody can tell these by its outputs. Other
-losses are made outside of what a module gave: what they bring there, no other module handed back.
+Most modules' gradients follow from their outputs' gradients. A module with an auxiliary loss in an attribute, or with
+penalised weights, has others besides, which outputs cannot reveal. Other losses arise outside: gradients that no module
+returned.
 
-Every backward begins at roots. From there its graph is walked down, no further than to what watched calls gave: in a
-usual step that is a node or two. What is very far down is not looked for. What calls gave and were given is noted in
-the ``metadata`` of the graph's nodes, which lives as long as they do and keeps nothing alive.
+Each backward starts at roots. Its graph is walked down to the outputs of watched calls: usually a node or two. Very
+deep parts stay unsearched. Calls' inputs and outputs are noted in the graph nodes' ``metadata``, which lives as long as
+the nodes and keeps nothing alive.
 """
 
 import sys
@@ -30,7 +30,7 @@ from pipeproof.core.observe.stack import Stack, own_stack
 from pipeproof.core.observe.written_views import WRITES
 from pipeproof.reference.graph import FAR, Edge, Node, down
 
-_ENGINE = "_execution_engine"  # of ``Variable``: every backward that is called for in Python begins there
+_ENGINE = "_execution_engine"  # attribute on ``Variable``: the entry for all Python backwards
 _SAID = "tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"
 _NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
@@ -43,10 +43,10 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Where the first such backward was called for.
+    """The first such backward's call.
 
-    ``weights``: it came to the module's, else to what it was given. ``apart``: one came not through what it gave.
-    ``given``: one came to what it was given. ``named``: the weights to which any came, where it has them whole.
+    weights: it reached module weights, otherwise inputs. apart: one bypassed the outputs. given: one reached inputs.
+    named: reached weights, if whole.
     """
 
     weights: bool
@@ -56,21 +56,20 @@ class OwnLoss:
     named: frozenset[str] = frozenset()
 
     def is_of(self, weights: Collection[str]) -> bool:
-        """Whether a loss of what the module gave, and of these of its ``weights``, comes to no more than it did."""
+        """True if a loss on outputs and ``weights`` covers this one."""
         return bool(self.weights and weights and not self.given and self.named <= {*weights})
 
     def and_also(self, later: "OwnLoss") -> "OwnLoss":
-        """With a ``later`` one."""
+        """Merge a ``later`` backward."""
         given, apart = self.given or later.given, self.apart or later.apart
         return replace(self, given=given, apart=apart, named=self.named | later.named)
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """Of the results of one node, by number: the modules that gave each in a call, and those that it was given to.
+    """Modules around one node's results, by result number: ``gave`` as output, ``given`` as input.
 
-    ``weight_of``: of a node that is a weight as it was gathered, the modules that it is one of. ``viewed``: those of
-    which a call gave a view.
+    weight_of: modules that own a gathered weight. viewed: results whose views a call returned.
     """
 
     gave: dict[int, set[int]] = field(default_factory=dict)
@@ -80,63 +79,62 @@ class _Noted:
 
 
 class OwnLosses:
-    """Those of watched modules, until it is closed. ``flowed``: how many backwards came through what a module gave."""
+    """Finds watched modules' own losses, until closed. ``flowed``: counts backwards through a module's outputs."""
 
     def __init__(self, flowed: Callable[[nn.Module], int]) -> None:
         self.fence = Fence()
         self._flowed = flowed
-        self._modules: dict[int, nn.Module] = {}  # by a number that no other has
+        self._modules: dict[int, nn.Module] = {}  # by unique number
         self._found: dict[nn.Module, OwnLoss] = {}
         self._outside: dict[nn.Module, Stack] = {}
 
     def outside(self, module: nn.Module) -> Stack | None:
-        """Where the first backward of a loss was called for that came to what ``module`` gave; None if none did."""
+        """Return the first line where an outside loss started a backward to ``module``'s outputs, or None."""
         return self._outside.get(module)
 
     def of(self, module: nn.Module) -> OwnLoss | None:
-        """The first of ``module``, if it has any."""
+        """Return ``module``'s first own loss, or None."""
         return self._found.get(module)
 
     def watch(self, module: nn.Module) -> None:
-        """Look at ``module`` from now on."""
+        """Watch ``module`` from now on."""
         self._modules[next(_numbers)] = module
         _listen(self)
 
-    def called(self, module: nn.Module, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """``module`` was called, whether or not it is looked at; all of these want a gradient."""
+    def note_call(self, module: nn.Module, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Note a call, with all tensors that require a gradient."""
         if not _open:
             return
         own = {number for number, one in self._modules.items() if one is module}
         every = [*outputs]
         given, gave = {*_edges(inputs)}, {*_edges(every)}
         for node, number in _edges(one._base for one in every if one._is_view() and one._base is not None):
-            _noted(node).viewed.add(number)
+            _note(node).viewed.add(number)
         for node, number in gave:
-            _noted(node).gave.setdefault(number, set()).update(own)
+            _note(node).gave.setdefault(number, set()).update(own)
         for node, number in given:
-            _noted(node).given.setdefault(number, set()).update(own)
-        if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with others, gathered for this
+            _note(node).given.setdefault(number, set()).update(own)
+        if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with gathered weights
             for node in _leaves(down(gave - given, lambda *edge: edge in given, FAR)[0]):
-                _noted(node).weight_of.update(own)
+                _note(node).weight_of.update(own)
 
     def anew(self) -> None:
-        """Another operation begins."""
+        """Start another operation."""
         self._found.clear()
         self._outside.clear()
 
     def close(self) -> None:
-        """Look at no more backwards."""
+        """Stop watching backwards."""
         _forget(self)
 
     def begins(self, way: "_Way") -> Callable[[Stack, bool], None]:
-        """A backward begins that goes this ``way``; once it is over, tell where it was called for, and whether it adds
-        gradients to those of tensors.
+        """Start a backward along ``way``, and return a function for its end: line, and whether gradients were added.
 
-        What a call itself asks for, and adds to none, is a part of that call, and is asked for again with it.
+        A backward within a call, without added gradients, belongs to the call and repeats with it.
         """
         reached = {id(one.variable) for one in way.leaves}
-        gathered = {number for one in way.leaves if _NOTED in _kept_by(one) for number in _noted(one).weight_of}
-        every = self._modules.items()  # in shards, a module's parameters are others once it is over
+        gathered = {number for one in way.leaves if _NOTED in _saved_by(one) for number in _note(one).weight_of}
+        every = self._modules.items()  # sharded parameters change before the end
         punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
         before = {number: self._flowed(one) for number, one in every}
 
@@ -155,7 +153,7 @@ class OwnLosses:
 
 
 def _is_called_now(module: nn.Module) -> bool:
-    """Whether a call of ``module`` has brought this thread here. A call that raised has ended, and told nobody."""
+    """True if a ``module`` call led to this thread's frame. A call that raised has ended without notice."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is module:
@@ -165,21 +163,21 @@ def _is_called_now(module: nn.Module) -> bool:
 
 
 def leaves_of(loss: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves to which the backward of a ``loss`` of ``outputs`` comes past these."""
+    """Return the leaves that a ``loss``'s backward reaches around ``outputs``."""
     ends = {*_edges(outputs)}
     passed, _ = down(_edges([loss]), lambda *edge: edge in ends, FAR)
     return [node.variable for node in _leaves(passed)]
 
 
 def weights_among(leaves: Iterable[Tensor], module: nn.Module) -> set[str]:
-    """The names of the ``module``'s weights that are ``leaves`` of a graph."""
+    """Return names of ``module`` weights among ``leaves``."""
     return _names(module, {*map(id, leaves)})
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether the backward that runs comes to weights of ``module``: one may only be asked for other gradients.
+    """True if the current backward reaches ``module`` weights; it may serve other gradients alone.
 
-    Not of those in shards: it computes with others.
+    Sharded weights are excluded: their module computes with gathered ones.
     """
     own = (one for one in module.parameters() if one.requires_grad and not isinstance(one, InShards))
     return any(map(_comes_to, own))
@@ -189,7 +187,7 @@ def _comes_to(weight: Tensor) -> bool:
     try:
         return any(torch._C._will_engine_execute_node(node) for node, _ in _edges([weight]))
     except RuntimeError:
-        return True  # torch only says of leaves that this backward is asked for that it does not say
+        return True  # torch refuses an answer only for leaves that this backward was asked for
 
 
 def _names(module: nn.Module, weights: Collection[int]) -> set[str]:
@@ -197,21 +195,21 @@ def _names(module: nn.Module, weights: Collection[int]) -> set[str]:
 
 
 class _Engine(torch._C._ImperativeEngine):
-    """Torch's own, or what somebody put there, and who looks at its backwards.
+    """Torch's engine, or a replacement, with observers around its backwards.
 
-    Whoever took its place meanwhile still calls it when nobody looks any more.
+    A later replacement may still call this one after observation ends.
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.looks = inner, True
 
     def run_backward(self, *given: Any, **named: Any) -> Any:
-        """Torch's. One inside another may run a part of the graph again: then what it comes to was given to no call."""
+        """Run a backward. A nested one may repeat part of the graph: its inputs belong to no call."""
         begin = self.inner.run_backward
         if not self.looks or not _open:
             return begin(*given, **named)
         said = dict(zip(_SAID, given, strict=False)) | named
-        # What goes wrong before it is known whose backward it is concerns all.
+        # Errors before the backward's owner is known concern all.
         begins = _open[0].fence.around(self._begins)(said, inside=is_inside_a_backward())
         for one in _open[1:]:
             one.fence.broken = one.fence.broken or _open[0].fence.broken
@@ -225,10 +223,10 @@ class _Engine(torch._C._ImperativeEngine):
     def _begins(
         self, said: Mapping[str, Any], *, inside: bool
     ) -> tuple[AbstractContextManager[None], Sequence[Callable[[Stack, bool], object]]]:
-        """In what context a backward that is ``said`` so is to run, and whom to tell that it is over."""
+        """Return the context for a backward, and functions to call at its end."""
         if inside and not said.get("accumulate_grad"):
             return nullcontext(), ()
-        begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _kept_by(edge[0])]
+        begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _saved_by(edge[0])]
         if not begun:
             return nullcontext() if inside else _going_on(), ()
         way = _Way.of(begun, said["tensors"], said.get("inputs", ()))
@@ -240,18 +238,18 @@ class _Engine(torch._C._ImperativeEngine):
 
     @staticmethod
     def below(engine: Any) -> Any:
-        """What is looked at by an ``engine``, or that itself."""
+        """Unwrap ``engine``."""
         while isinstance(engine, _Engine):
             engine = engine.inner
         return engine
 
 
-_halves = 0  # how many backwards run that go on where another ended
+_halves = 0  # running backwards that continue another's
 belongs_to_rank(__name__, "_halves", fresh=lambda _: 0)
 
 
 def goes_on() -> bool:
-    """Whether a backward runs that goes on with another, which was not for all and came by there."""
+    """True during a backward that continues a partial one."""
     return _halves > 0
 
 
@@ -266,7 +264,7 @@ def _going_on() -> Iterator[None]:
 
 
 _open: tuple[OwnLosses, ...] = ()
-_engine: _Engine | None = None  # the one that looks, while any is open
+_engine: _Engine | None = None  # present while any observer is open
 belongs_to_rank(__name__, "_open", fresh=lambda _: ())
 belongs_to_rank(__name__, "_engine", fresh=lambda _: None)
 belongs_to_rank(Variable, _ENGINE, fresh=_Engine.below)
@@ -293,9 +291,9 @@ def _forget(losses: OwnLosses) -> None:
 
 @dataclass(frozen=True)
 class _Way:
-    """What a backward comes to: past what calls gave, ``leaves``, and what modules of these numbers were ``given``.
+    """A backward's targets: ``leaves`` around call outputs, and modules whose inputs (``given``) it reaches.
 
-    ``outside``: the modules to what they gave it comes from a loss.
+    outside: modules whose outputs a loss reaches.
     """
 
     leaves: Sequence[Node] = ()
@@ -304,42 +302,42 @@ class _Way:
 
     @staticmethod
     def of(begun: Sequence[Edge], roots: _Ends, ends: _Ends) -> "_Way":
-        """That of one that has ``begun`` there, as it was called for at these ``roots``.
+        """Trace a backward from ``begun`` edges, called at ``roots``.
 
-        Where there are ``ends`` it is for them alone, and what is left may begin anywhere on its way.
+        With ``ends`` it serves those alone; the remainder may start anywhere along it.
         """
         passed, gave = down(begun, _is_given, FAR)
-        if written := {edge for node, _ in passed for edge in _written(node)}:
+        if written := {edge for node, _ in passed for edge in _edges_below_views(node)}:
             passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
         losses = [edge for edge in _edges(filter(_is_loss, roots)) if not _is_given(*edge)]
         _, summed = down(losses, _is_given, FAR) if losses != [*begun] else ((), gave)
         if ends:
-            for node, _ in down(gave, lambda node, _: _HALF in _kept_by(node), FAR)[0]:
-                _kept_by(node)[_HALF] = True
+            for node, _ in down(gave, lambda node, _: _HALF in _saved_by(node), FAR)[0]:
+                _saved_by(node)[_HALF] = True
             passed &= {*_edges(ends)}
-        noted = (_noted(node).given.get(number, ()) for node, number in passed if _NOTED in _kept_by(node))
-        outside = (_noted(node).gave.get(number, ()) for node, number in summed if _NOTED in _kept_by(node))
+        noted = (_note(node).given.get(number, ()) for node, number in passed if _NOTED in _saved_by(node))
+        outside = (_note(node).gave.get(number, ()) for node, number in summed if _NOTED in _saved_by(node))
         return _Way(_leaves(passed), set().union(*noted), set().union(*outside))
 
     @property
     def comes_anywhere(self) -> bool:
-        """Whether it does."""
+        """True with any target."""
         return bool(self.leaves or self.given or self.outside)
 
 
 def _is_loss(root: Tensor | GradientEdge) -> bool:
-    """Whether a backward of ``root`` may be that of a loss, which is one number."""
+    """True for a possible loss: one number."""
     return isinstance(root, Tensor) and root.numel() == 1
 
 
 def _is_given(node: Node, number: int) -> bool:
-    return _NOTED in _kept_by(node) and number in _noted(node).gave
+    return _NOTED in _saved_by(node) and number in _note(node).gave
 
 
-def _written(node: Node) -> list[Edge]:
-    """Where the graph of what a call gave begins below a ``node``, if that wrote to a view that the call gave."""
+def _edges_below_views(node: Node) -> list[Edge]:
+    """Return edges below a write into a view that a call returned."""
     below = node.next_functions[:1] if type(node).__name__ == WRITES else ()
-    return [(one, number) for one, number in below if _NOTED in _kept_by(one) and number in _noted(one).viewed]
+    return [(one, number) for one, number in below if _NOTED in _saved_by(one) and number in _note(one).viewed]
 
 
 def _leaves(edges: Iterable[Edge]) -> list[Node]:
@@ -353,15 +351,15 @@ def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Edge]:
         elif one.grad_fn is not None:
             yield one.grad_fn, one.output_nr
         elif one.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(one):
-            with torch.inference_mode(False):  # torch looks for it by a view, which has none there
+            with torch.inference_mode(False):  # torch would use a view, which inference mode lacks
                 yield get_gradient_edge(one).node, 0
 
 
-def _kept_by(node: Node) -> dict[str, Any]:
+def _saved_by(node: Node) -> dict[str, Any]:
     kept: dict[str, Any] = node.metadata
     return kept
 
 
-def _noted(node: Node) -> _Noted:
-    found: _Noted = _kept_by(node).setdefault(_NOTED, _Noted())
+def _note(node: Node) -> _Noted:
+    found: _Noted = _saved_by(node).setdefault(_NOTED, _Noted())
     return found

@@ -1,4 +1,4 @@
-"""Messages that code which is not ours has posted, so that a hang in it can say who waits for whom."""
+"""Messages posted by foreign code: after a hang, they show who waits for whom."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.stack import Stack, own_stack
 
-# Methods of a process group, through which every message passes; the peer is the second argument.
+# ProcessGroup methods behind all messages; their second argument names the peer.
 _METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
-_WAIT = "wait"  # of a work
+_WAIT = "wait"  # method on a work
 _NOT_OF_THE_HOST = (
     "{error}; gloo sends what lies in the host's memory, and this lies on {place}. Ranks that share a device have no "
     "other backend: copy to the host before sending, or give each rank a device"
 )
-_posted: Counter[str] = Counter()  # how many messages, by method
+_posted: Counter[str] = Counter()  # by method
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class _Posted:
 
     @property
     def open(self) -> bool:
-        # Who asks a simulated work whether it is completed may read what it fills from then on; this only looks.
-        return not getattr(self.work, "ended", self.work.is_completed)()
+        # A simulated work treats ``is_completed`` as permission to read its buffer; this only looks.
+        return not getattr(self.work, "is_done", self.work.is_completed)()
 
 
 class Message(NamedTuple):
-    """Of the messages from one rank to another in a group with a tag, which; both ends count alike."""
+    """Identifies a message: its number between two ranks, in a group, under a tag. Both ends count alike."""
 
     group: str
     sender: int
@@ -53,7 +53,7 @@ class Message(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Where the user's code sent a message, and whether all of it was zero."""
+    """A send's line in user code, and whether the tensor was all zeros."""
 
     stack: Stack = ()
     empty: bool = False
@@ -61,42 +61,42 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Came:
-    """Where the user's code received a message, and which it was; what was ``sent`` its sender's process knows.
+    """A received message and its line in user code. ``sent`` comes from the sender's process.
 
-    None where it may be from any rank, or one that came before it in its group may, or nobody noted it.
+    message: None if uncertain: from any rank, after such a receive in its group, or uncounted.
     """
 
     received: Stack
     message: Message | None = None
     sent: Sent | None = None
 
-    def joined(self, sent: Mapping[Message, Sent]) -> "Came":
-        """The same, with what all ranks sent."""
+    def join(self, sent: Mapping[Message, Sent]) -> "Came":
+        """Add the matching send from all ranks' sends."""
         return self if self.message is None else replace(self, sent=sent.get(self.message))
 
 
-_messages: list[_Posted] = []  # those that are open, and the last one
-_standing: dict[int, Any] = {}  # by thread, the work that it waits for
-_open: list[None] = []  # one for each ``noted_messages`` that is open
-_done: list[tuple[str, int, str]] = []  # what the rank did last: a kind of call, the number of that, and of what
-_parting: list[str] = []  # of what has ended, its last message
-_ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
-_from_any: set[str] = set()  # groups in which messages of any rank were received
+_messages: list[_Posted] = []  # open messages, and the latest
+_standing: dict[int, Any] = {}  # by thread, the awaited work
+_open: list[None] = []  # one entry per open ``note_messages``
+_done: list[tuple[str, int, str]] = []  # the rank's latest action: kind, number, place
+_parting: list[str] = []  # an ended part's last message
+_ways: Counter[tuple[str, int, int, int]] = Counter()  # message counts by route
+_from_any: set[str] = set()  # groups with receives from any rank
 _sent: dict[Message, Sent] = {}
 _fence = Fence()
 
-# By the storage that messages were received into: which of its bytes each filled, the last one last.
+# By storage: received byte ranges, latest last.
 _received: dict[int, tuple[StorageWeakRef, list[tuple[range, Came]]]] = {}
 
 
 @contextmanager
-def noted_messages() -> Iterator[None]:
-    """While this is open, messages between ranks are noted as they are posted.
+def note_messages() -> Iterator[None]:
+    """Note messages between ranks inside the context.
 
-    Where they pass and not where they are called for: torch tells its own functions apart by identity.
+    Patches classes rather than functions: torch compares its own functions by identity.
     """
     global _fence
-    kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr's would not bind when put back
+    kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr would bind them
     wait = vars(dist.Work)[_WAIT]
     for name in kept:
         setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
@@ -119,9 +119,9 @@ def noted_messages() -> Iterator[None]:
 
 
 def progress() -> str:
-    """How many messages this rank has sent and received, in words, and what it did last; empty if nothing is known.
+    """Describe sent and received counts, and the latest action; empty if unknown.
 
-    A send that it does not wait for is sent: whether it was met, gloo does not say.
+    An unawaited send counts as sent: gloo does not report its arrival.
     """
     waiting = [*_standing.values()]
     met = _posted - Counter(
@@ -133,17 +133,17 @@ def progress() -> str:
 
 
 def did(kind: str, number: int, what: str) -> None:
-    """Note what this rank has just done, while messages are noted: such a call, the ``number``-th from 1 on."""
+    """Note the rank's latest action, its ``number`` counted from 1, while messages are noted."""
     _done[:] = [(kind, number, what)] if _open else []
 
 
 def parting() -> str:
-    """The last message of what has ended on this rank, and where it was posted; told once."""
+    """Take an ended part's last message with its line, once."""
     return _parting.pop() if _parting else ""
 
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+    def note(group: dist.ProcessGroup, *arguments: Any) -> Any:
         empty = name == "send" and _fence.around(_is_empty)(arguments[0])
         try:
             work = method(group, *arguments)
@@ -154,7 +154,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         _fence.around(_note)(name, work, bool(empty), group, *arguments)
         return work
 
-    return noted
+    return note
 
 
 def _standing_in(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,14 +183,14 @@ def _note(name: str, work: Any, empty: bool, group: dist.ProcessGroup, tensors: 
 
 
 def _beyond_the_host(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> str:
-    """Where the first of ``tensors`` lies that gloo, if it is what carries them, does not reach; or nothing."""
+    """Return the first device beyond gloo's reach, or an empty text."""
     if dist.get_backend(group) != "gloo":
         return ""
     return next((str(one.device) for one in tensors if one.device.type != "cpu"), "")
 
 
 def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0) -> Message | None:
-    """Which message this is; None where nobody can count."""
+    """Identify a message. None if uncountable."""
     where, own = group.group_name, dist.get_rank()
     if peer is None:
         _from_any.add(where)
@@ -202,12 +202,12 @@ def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0
 
 
 def _is_empty(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is nothing but zeros."""
+    """True if all elements are zero."""
     return not any(tensor.any() for tensor in tensors)
 
 
-def sent_messages() -> Mapping[Message, Sent]:
-    """Where in the user's code this rank has sent each of its messages, and what; none where not all were seen."""
+def list_sent() -> Mapping[Message, Sent]:
+    """Return this rank's sends; empty after an observer's failure."""
     return {} if _fence.broken else dict(_sent)
 
 
@@ -217,8 +217,8 @@ def _receive(tensor: Tensor, came: Came) -> None:
     _received[held.cdata] = held, [*(one for one in _parts(tensor) if not _meet(one[0], place)), (place, came)]
 
 
-def received_at(tensor: Tensor) -> Came | None:
-    """The message that was last received into ``tensor``; None where none was, or not all were seen."""
+def find_received(tensor: Tensor) -> Came | None:
+    """Return the last message received into ``tensor``. None if none, or after an observer's failure."""
     if _fence.broken or not torch._C._has_storage(tensor):
         return None
     place = _bytes(tensor)
@@ -226,14 +226,14 @@ def received_at(tensor: Tensor) -> Came | None:
 
 
 def _parts(tensor: Tensor) -> list[tuple[range, Came]]:
-    """What was received into the storage of ``tensor``, part by part."""
+    """Return messages in the tensor's storage, by byte range."""
     held, parts = _received.get(tensor.untyped_storage()._cdata, (None, []))
     gone = held is None or held.expired()  # type: ignore[no-untyped-call]  # in torch
     return [] if gone else parts
 
 
 def _bytes(tensor: Tensor) -> range:
-    """Of its storage, from the first to the last that is the tensor's."""
+    """Return the tensor's byte range in its storage."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
     first = tensor.storage_offset() * tensor.element_size()
@@ -244,11 +244,10 @@ def _meet(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def awaited(thread: int) -> tuple[str, tuple[int, ...] | None] | None:
-    """The message that this thread stands and waits for, and from which rank it is; None where it may be from any.
+def find_awaited(thread: int) -> tuple[str, tuple[int, ...] | None] | None:
+    """Return the message that ``thread`` waits for, and its rank. Rank None: any rank.
 
-    None where it waits for no message. What is posted and not waited for now says nothing: gloo completes no send
-    before somebody waits for it.
+    None without such a wait. An unawaited message proves nothing: gloo completes no send before its wait.
     """
     work = _standing.get(thread)
     found = next((one for one in list(_messages) if one.work is work), None)
@@ -256,5 +255,5 @@ def awaited(thread: int) -> tuple[str, tuple[int, ...] | None] | None:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a frame there is one of these wrappers."""
+    """True for frames in these wrappers."""
     return file == __file__

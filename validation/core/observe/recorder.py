@@ -1,4 +1,4 @@
-"""The recorder: wrapped around stages, it copies what passes and changes no bit of it."""
+"""Recorder: wraps stages and copies passing tensors, without changing a bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeproof.core.observe.recording import (
     Point,
     Recording,
     Site,
-    merged,
+    merge,
 )
 from pipeproof.core.observe.wrappers import AroundStage
 from pipeproof.pipeline.boundary import Gradients, Tensors
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Copies = Sequence[Tensor | None]
-Mark = tuple[Tensor | None, int | None]  # a gradient, and how often it was written to: torch counts the writes
+Mark = tuple[Tensor | None, int | None]  # a gradient, with torch's write count
 
 
 class RecordedStage(AroundStage):
-    """A stage whose tensors are copied: by this wrapper where they come and go, by plain hooks at its module.
+    """A stage with copied tensors: at its boundary by this wrapper, at its module by plain hooks.
 
-    While a step runs, copies are only listed, on the device that they were made on; ``recorded`` sorts them.
+    During a step, copies stay unsorted on their device; ``finish`` sorts them.
     """
 
     def __init__(self, inner: Stage) -> None:
@@ -58,15 +58,15 @@ class RecordedStage(AroundStage):
         self._began: dict[Site, Tensor] = {}
         self._marks: Sequence[Mark] = ()
         self._adders: list[int] = []
-        self._seen: list[tuple[int, str, Copies]] = []
-        # Gradients that flowed: in whose backward, as which of the module's outputs.
+        self._observed: list[tuple[int, str, Copies]] = []
+        # Gradient flows: backward, output number, copy.
         self._flows: list[tuple[int, int, Tensor]] = []
         self._graphs: dict[int, list[int]] = {}
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
         self._forward_of: int | None = None
         self._backward_of: int | None = None
-        self._ran: Collection[int] = ()  # the outputs into which that backward's first half let gradients flow
+        self._ran: Collection[int] = ()  # outputs already reached in the backward's first half
 
     def begin(self) -> None:
         self._forget()
@@ -76,23 +76,23 @@ class RecordedStage(AroundStage):
 
     @looking
     def _look_at_module(self) -> None:
-        # Until the recording is asked for: putting hooks on and off for every forward takes longer than what they do.
+        # Hooks stay until the end: adding and removing them per forward costs more than running them.
         self._hooks = [
-            self.module.register_forward_pre_hook(self.fence.around(self._called)),
-            self.module.register_forward_hook(self.fence.around(self._returned)),
+            self.module.register_forward_pre_hook(self.fence.around(self._on_call)),
+            self.module.register_forward_hook(self.fence.around(self._on_return)),
         ]
         self._named = list(self.module.named_parameters(remove_duplicate=False))
         self._began = self.weights()
 
     def weights(self) -> dict[Site, Tensor]:
-        """Copies of the stage's parameters, as they are now."""
+        """Copy the stage's current parameters."""
         return {(self.index, name): parameter.detach().clone() for name, parameter in self._named}
 
-    def recorded(self) -> Recording:
-        """What passed since ``begin``; from now on the module is watched no more."""
+    def finish(self) -> Recording:
+        """Return tensors since ``begin``, and stop watching."""
         self._leave()
         stage = self.index
-        tensors = {Point(stage, microbatch, where): _on_cpu(seen) for microbatch, where, seen in self._seen}
+        tensors = {Point(stage, microbatch, where): _on_cpu(observed) for microbatch, where, observed in self._observed}
         for microbatch, number, gradient in self._flows:
             found = list(tensors.get(Point(stage, microbatch, FLOWED), ()))
             found += [None] * (number + 1 - len(found))
@@ -114,14 +114,14 @@ class RecordedStage(AroundStage):
             self._note(microbatch, LOSS, (self.losses[microbatch],))
         return outputs
 
-    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _on_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._forward_of is not None:
             taken = self._inputs[self._forward_of] = [one for one in arguments if isinstance(one, Tensor)]
             self._note(self._forward_of, USED, taken)
 
-    def _returned(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+    def _on_return(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
         if self._forward_of is not None:
-            self._made(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
+            self._on_outputs(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         self._begin_backward(microbatch, gradients)
@@ -140,7 +140,7 @@ class RecordedStage(AroundStage):
 
     def backward_weight(self, microbatch: int) -> None:
         self._note(microbatch, LATE, self._received.pop(microbatch, ()))
-        # What leads to no input runs now; the ends of what has run already run once more, which is no news.
+        # Parts without a path to inputs run now; parts that ran already repeat, which adds nothing new.
         self._start(microbatch, ran={number for of, number, _ in self._flows if of == microbatch})
         self.inner.backward_weight(microbatch)
         self._end_backward(microbatch, whole=True)
@@ -151,20 +151,20 @@ class RecordedStage(AroundStage):
         self._start(microbatch)
 
     def _keep(self, microbatch: int) -> None:
-        """Note the module's input as the backward finds it: when it begins, and again when gradients begin to flow."""
+        """Note the module's input at the backward's start, and at the first gradient flow."""
         if microbatch in self._inputs:
             self._note(microbatch, KEPT, self._inputs[microbatch])
 
-    def _made(self, microbatch: int, outputs: Sequence[Any]) -> None:
+    def _on_outputs(self, microbatch: int, outputs: Sequence[Any]) -> None:
         tensors = [output for output in outputs if isinstance(output, Tensor)]
         self._note(microbatch, MADE, tensors)
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                # A hook on a tensor sees the gradient that flows, whoever started the backward.
-                flowed = self.fence.around(partial(self._flowed, microbatch, number))
+                # A tensor hook sees gradients from any backward.
+                flowed = self.fence.around(partial(self._on_flow, microbatch, number))
                 tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
 
-    def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
+    def _on_flow(self, made: int, number: int, gradient: Tensor) -> None:
         microbatch = self._backward_of
         if microbatch is None or number in self._ran:
             return
@@ -176,18 +176,18 @@ class RecordedStage(AroundStage):
     @looking
     def _start(self, microbatch: int, *, ran: Collection[int] = ()) -> None:
         self._backward_of, self._ran = microbatch, ran
-        self._marks = self._marked()
+        self._marks = self._mark_passage()
 
     @looking
     def _end_backward(self, microbatch: int, *, whole: bool) -> None:
         self._backward_of = None
         if whole:
             self._inputs.pop(microbatch, None)
-        pairs = zip(self._marks, self._marked(), strict=True)
+        pairs = zip(self._marks, self._mark_passage(), strict=True)
         if any(one is not other or times != then for (one, times), (other, then) in pairs):
             self._adders.append(microbatch)
 
-    def _marked(self) -> Sequence[Mark]:
+    def _mark_passage(self) -> Sequence[Mark]:
         grads = [parameter.grad for _, parameter in self._named]
         return [(grad, None if grad is None else version(grad)) for grad in grads]
 
@@ -199,26 +199,26 @@ class RecordedStage(AroundStage):
     @looking
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
         copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
-        self._seen.append((microbatch, where, copies))
+        self._observed.append((microbatch, where, copies))
 
 
 class Recorder:
-    """The wrappers around one rank's parts, and what they hold."""
+    """Wraps one rank's parts and collects their recordings."""
 
     def __init__(self) -> None:
         self._stages: tuple[RecordedStage, ...] = ()
 
     def wrap(self, parts: Parts) -> Parts:
-        """``parts`` under observation; for ``PipelineSchedule.wrapped``."""
+        """Wrap ``parts``; for ``PipelineSchedule.wrapped``."""
         self._stages = tuple(map(RecordedStage, parts.stages))
         return replace(parts, stages=self._stages)
 
     def take(self) -> Recording | None:
-        """What passed in the operation that has just ended; None where not all was seen."""
+        """Return the last operation's recording. None if incomplete."""
         assert self._stages, "a recorder is wrapped around parts before it records"
         if any(stage.fence.broken for stage in self._stages):
             return None
-        return merged([stage.recorded() for stage in self._stages])
+        return merge([stage.finish() for stage in self._stages])
 
 
 def _on_cpu(copies: Copies) -> Copies:

@@ -1,4 +1,4 @@
-"""A recording: the tensors at the boundaries of every stage in one operation, as values."""
+"""Recordings: an operation's boundary tensors, as values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,26 +6,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
-Gradients = Mapping[str, Tensor | None]  # of parameters, by name
+Site = tuple[int, str]  # a stage's copy of a parameter, by model name
+Gradients = Mapping[str, Tensor | None]  # by parameter name
 
-# Where a tensor was seen, in the order in which data flow through a stage.
-GIVEN = "input"  # what the runtime gave the stage
-USED = "input of the module"  # what the module was called with
+# Observation points, in data flow order within a stage.
+GIVEN = "input"  # from the runtime to the stage
+USED = "input of the module"  # from the stage to its module
 MADE = "output of the module"
-OUTPUT = "output"  # what the stage handed on
+OUTPUT = "output"  # from the stage onward
 LOSS = "loss"
-RECEIVED = "output gradient"  # what the runtime gave the backward
-KEPT = "input kept for the backward"  # the module's input once more, when the backward began
-FLOWED = "output gradient of the module"  # what flowed into the module's graph
+RECEIVED = "output gradient"  # from the runtime to the backward
+KEPT = "input kept for the backward"  # the module's input again, at the backward's start
+FLOWED = "output gradient of the module"  # into the module's graph
 HANDED_ON = "input gradient"
-LATE = "output gradient kept for W"  # the received one once more, when the second half of the backward began
+LATE = "output gradient kept for W"  # the received gradient again, at the second half's start
 FORWARD_POINTS = (GIVEN, USED, MADE, OUTPUT, LOSS)
 BACKWARD_POINTS = (RECEIVED, KEPT, FLOWED, HANDED_ON, LATE)
 
 
 class Point(NamedTuple):
-    """A place in the flow of one microbatch: at which stage, and at which of the points above."""
+    """A place in one microbatch's flow: stage and observation point."""
 
     stage: int
     microbatch: int
@@ -34,11 +34,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a rank's stages took and gave in one operation.
+    """A rank's boundary tensors in one operation.
 
-    ``tensors`` by point; ``graphs``: for each (stage, microbatch) the microbatches whose forwards its backward ran back
-    through; ``adders``: by stage, the microbatches of the actions that changed its gradients, in order. ``parameters``
-    are those that the operation began with.
+    tensors: by point. graphs: by (stage, microbatch), microbatches whose forward graphs its backward used. adders: by
+    stage, microbatches of actions that changed gradients, in order. parameters: at the operation's start.
     """
 
     tensors: Mapping[Point, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -47,12 +46,14 @@ class Recording:
     parameters: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
-def merged(recordings: Sequence[Recording]) -> Recording:
-    """All ranks' recordings of one operation as one."""
+def merge(recordings: Sequence[Recording]) -> Recording:
+    """Merge all ranks' recordings."""
     parts = {name: [vars(one)[name] for one in recordings] for name in vars(Recording())}
-    return Recording(**{name: {k: seen for part in each for k, seen in part.items()} for name, each in parts.items()})
+    return Recording(
+        **{name: {k: observed for part in each for k, observed in part.items()} for name, each in parts.items()}
+    )
 
 
 def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:
-    """One stage's part of ``gradients``, by name."""
+    """Select one stage's ``gradients``, by name."""
     return {name: gradient for (owner, name), gradient in gradients.items() if owner == stage}

@@ -1,4 +1,4 @@
-"""What routers chose while a step ran on a rank: to which experts tokens went."""
+"""Observe router choices on a rank: which experts tokens use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,20 +15,20 @@ from pipeproof.reference.choices import Pick, Routers, in_backward, running
 
 @dataclass(frozen=True)
 class Route:
-    """One choice of a router: the experts ``chosen_TK`` of every token, by scores of this ``dtype``."""
+    """A router choice: experts ``chosen_TK`` per token, from scores in ``dtype``."""
 
     chosen_TK: Tensor
     dtype: torch.dtype
 
 
-Routes = Mapping[str, Sequence[Route]]  # by the name of the router, in the order in which it chose
+Routes = Mapping[str, Sequence[Route]]  # by router name, in order of choice
 
 
 class RouteObserver(TorchFunctionMode):
-    """While it is open, notes what is chosen in any module that runs, where routers have ``names``.
+    """Notes router choices in any running module, for routers called ``names``.
 
-    What is computed again in a backward was chosen before. It stands above autograd, and no operation is another by it;
-    where ``torch.compile`` traces there is nothing to see. ``model``: names of routers may be those in it, too.
+    Recomputation repeats earlier choices and is ignored. The mode sits above autograd and changes no operation; code
+    under ``torch.compile`` stays unseen. model: its module names may also identify routers.
     """
 
     def __init__(self, names: Sequence[str], model: Any) -> None:
@@ -37,33 +37,33 @@ class RouteObserver(TorchFunctionMode):
         self._look = self.fence.around(self._note)
         self._routers = Routers(tuple(names))
         self._known = self._routers.among(model) if isinstance(model, nn.Module) else {}
-        self._seen: list[tuple[tuple[nn.Module, ...], Route]] = []
+        self._observed: list[tuple[tuple[nn.Module, ...], Route]] = []
 
     @contextmanager
-    def opened(self) -> Iterator["RouteObserver"]:
-        """It, open; where no routers are named nobody looks."""
+    def open(self) -> Iterator["RouteObserver"]:
+        """Enter the mode, if routers are named."""
         with self if self._routers.names else nullcontext():
             yield self
 
     def anew(self) -> None:
-        """Another operation begins."""
-        self._seen.clear()
+        """Start another operation."""
+        self._observed.clear()
 
     def of(self, module: nn.Module) -> Routes:
-        """What the routers of ``module`` chose. One that has none by these names may itself be the router."""
+        """Return choices in ``module``. Without named routers inside, it may be the router itself."""
         if self.fence.broken:
             return {}
         own = {part: name for name, part in module.named_modules()}
         named = {part: name for part, name in own.items() if self._routers.has(name) or part in self._known}
         found: dict[str, list[Route]] = {}
-        for modules, route in self._seen:
+        for modules, route in self._observed:
             router = next((part for part in modules if part in (named or own)), None)
             if router is not None:
                 found.setdefault(own[router], []).append(route)
         return {name: tuple(every) for name, every in found.items()}
 
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
-        args, kwargs = (*given, {})[:2]  # by name there may be none
+        args, kwargs = (*given, {})[:2]  # absent for positional calls
         made = func(*args, **(kwargs or {}))
         self._look(func, made, args, kwargs or {})
         return made
@@ -71,5 +71,7 @@ class RouteObserver(TorchFunctionMode):
     def _note(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
         call = Pick.of(func, made, args, kwargs)
         if call is not None and not in_backward():
-            seen = call.choice
-            self._seen.append((tuple(running()), Route(seen.own_TK.to("cpu", copy=True), seen.scores_TE.dtype)))
+            observed = call.choice
+            self._observed.append(
+                (tuple(running()), Route(observed.own_TK.to("cpu", copy=True), observed.scores_TE.dtype))
+            )

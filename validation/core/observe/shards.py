@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, where it does not hold all of it: told by a DTensor, or by whoever knows."""
+"""Shards: the part of a parameter on a rank, from DTensors or declarations."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +9,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Index = slice | tuple[slice, ...]  # as in ``whole[index]``: of the first dimensions; the others are whole
-Indices = Index | list[Index]  # or of several pieces, which lie behind each other in the first dimension of the part
-Bounds = tuple[tuple[int, int], ...]  # from where to where, in every dimension
+Index = slice | tuple[slice, ...]  # as in ``whole[index]``, for leading dimensions; others are whole
+Indices = Index | list[Index]  # or several pieces, adjacent in the part's first dimension
+Bounds = tuple[tuple[int, int], ...]  # start and stop per dimension
 
 
 _OfProtocols: Any = type(Protocol)
 
 
-class _ByType(_OfProtocols):  # type: ignore[misc]  # which has no name
-    """Asks the type first: Python's own look at every member takes many times as long, and each tensor is asked."""
+class _ByType(_OfProtocols):  # type: ignore[misc]  # protocols' metaclass is private
+    """Checks the type first: Python's own protocol check takes many times as long, and runs per tensor."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return hasattr(type(instance), "to_local") and all(
@@ -28,7 +28,7 @@ class _ByType(_OfProtocols):  # type: ignore[misc]  # which has no name
 
 @runtime_checkable
 class InShards(Protocol, metaclass=_ByType):
-    """A DTensor, which takes seconds to import where nobody uses one."""
+    """A DTensor, without its import, which takes seconds."""
 
     @property
     def placements(self) -> Sequence[Any]: ...
@@ -40,21 +40,20 @@ class InShards(Protocol, metaclass=_ByType):
 
 
 class ShardError(ValueError):
-    """A tensor in parts that cannot be put together."""
+    """Raised for parts without a whole."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known.
+    """A part's position. ``shape``: the whole's, if known; ``peers``: ranks with other parts, if known.
 
-    ``flat``: the part is of the flattened whole, and so are bounds and shape. ``addend``: which of how many tensors it
-    is whose sum lies there, as in a DTensor that is Partial. ``beside``: where its other pieces lie, in the order in
-    which they follow each other in its first dimension.
+    flat: the part, bounds and shape refer to the flattened whole. addend: index and count, for a sum spread over
+    several tensors, as in a Partial DTensor. beside: further pieces, in order along the part's first dimension.
     """
 
     bounds: Bounds
     shape: tuple[int, ...] | None = None
-    peers: tuple[int, ...] = field(default=(), compare=False)  # those of two replicas are one part
+    peers: tuple[int, ...] = field(default=(), compare=False)  # ignored, so that replicas' parts are equal
     flat: bool = False
     addend: tuple[int, int] = (0, 1)
     beside: tuple[Bounds, ...] = ()
@@ -68,68 +67,68 @@ class Shard:
 
     @property
     def pieces(self) -> "list[Shard]":
-        """Each by itself."""
+        """Split into single pieces."""
         return [replace(self, bounds=one, beside=()) for one in self._each]
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of its first piece."""
+        """The first piece's index."""
         return tuple(slice(*bound) for bound in self.bounds)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The shape of what lies there."""
+        """The part's shape."""
         first, *others = ([stop - start for start, stop in one] for one in self._each)
         return (first[0] + sum(one[0] for one in others), *first[1:]) if first else ()
 
     def of(self, whole: Tensor) -> Tensor:
-        """What lies there in ``whole``."""
+        """Select this part from ``whole``."""
         if self.beside:
             return torch.cat([one.of(whole) for one in self.pieces])
         return whole.flatten()[self.index] if self.flat else whole[self.index]
 
     def in_all(self, shape: Sequence[int]) -> "Shard":
-        """The same in all dimensions: an index names the first ones, and where no part is there no others are known."""
+        """Extend bounds to all dimensions: an index names leading ones, and an absent part reveals no others."""
         whole = [(0, length) for length in shape]
         first, *others = ((*one, *whole[len(one) :]) for one in self._each)
         return self if self.flat else replace(self, bounds=first, beside=tuple(others))
 
     @property
     def count(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.lengths)
 
     @property
     def is_all(self) -> bool:
-        """Whether it is all that there is."""
+        """True if the part covers the whole."""
         return self.shape is not None and self.addend[1] == 1 and self.count == math.prod(self.shape)
 
     def overlaps(self, other: "Shard") -> bool:
-        """Whether their first pieces do."""
+        """True if first pieces overlap."""
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it can be looked at without other ranks, and added up: no shard, nothing sparse."""
+    """True for a plain strided tensor, readable without other ranks."""
     return type(tensor) is Tensor and tensor.layout == torch.strided
 
 
-def held_whole(tensor: Tensor) -> Tensor | None:
-    """``tensor``, or all that a DTensor has, where this rank has it; None where it has a part."""
+def whole_here(tensor: Tensor) -> Tensor | None:
+    """Return ``tensor``, or a fully replicated DTensor's value. None for a part."""
     if not isinstance(tensor, InShards):
         return tensor
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 
-def held_here(tensor: Tensor) -> Tensor:
-    """``tensor``, or what this rank has of a DTensor: no other rank is asked."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a DTensor's local part, without communication."""
     return tensor.to_local() if isinstance(tensor, InShards) else tensor
 
 
-def added_up(gradient: Any, parameter: Any) -> Tensor:
-    """``gradient``; of a DTensor that lies elsewhere than its ``parameter``, or is a sum not formed yet, what there is.
+def add_partial(gradient: Any, parameter: Any) -> Tensor:
+    """Redistribute a DTensor ``gradient`` to its ``parameter``'s placements; others return unchanged.
 
-    That asks all ranks of its mesh, as the optimizer does.
+    All mesh ranks must call it, as the optimizer does.
     """
     if isinstance(gradient, InShards) and gradient.placements != getattr(parameter, "placements", gradient.placements):
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # of DTensor
@@ -138,7 +137,7 @@ def added_up(gradient: Any, parameter: Any) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> Shard | None:
-    """Where this rank's part of a DTensor lies; None of any other tensor. Raises ``ShardError`` for what is no part."""
+    """Return the local shard of a DTensor. None for other tensors. Raises ``ShardError`` for unsupported placements."""
     if not isinstance(tensor, InShards):
         return None
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
@@ -159,11 +158,11 @@ def shard_of(tensor: Tensor) -> Shard | None:
 
 
 def _as_cut(tensor: InShards) -> list[tuple[int, Any]]:
-    """The axes of a DTensor's mesh and what is placed along them, in the order in which it was cut.
+    """Return a DTensor's mesh axes with placements, in cutting order.
 
-    torch's ``_StridedShard`` is what ``fully_shard`` makes of a parameter that tensor parallelism cut before it: its
-    axis comes first in the mesh, and cuts the ``split_factor`` parts of later axes. Raises ``ShardError`` for any other
-    placement, and where those axes are not there.
+    torch's ``_StridedShard`` results from ``fully_shard`` after tensor parallelism: its axis precedes the others in the
+    mesh, but cuts the ``split_factor`` parts of later axes. Raises ``ShardError`` for other placements, or if those
+    axes are absent.
     """
     plain: list[tuple[int, Any]] = []
     strided: list[tuple[int, Any]] = []
@@ -182,12 +181,12 @@ def _as_cut(tensor: InShards) -> list[tuple[int, Any]]:
 
 
 def _cut(placement: Any) -> int | None:
-    """The dimension that a placement cuts. A ``_StridedShard`` is no shard to torch from 2.13 on."""
+    """Return a placement's cut dimension. From torch 2.13 on, ``_StridedShard`` is no Shard subclass."""
     return None if placement.is_partial() else getattr(placement, "dim", None)
 
 
-def placed_as(tensor: Tensor) -> Shard | None:
-    """As ``shard_of``; None of what is no part."""
+def find_shard(tensor: Tensor) -> Shard | None:
+    """Return ``shard_of``, or None for unsupported placements."""
     try:
         return shard_of(tensor)
     except ShardError:
@@ -195,7 +194,7 @@ def placed_as(tensor: Tensor) -> Shard | None:
 
 
 def shard_at(index: Indices, part: Tensor | None) -> Shard:
-    """The part of a parameter that has this index. Raises ``ShardError`` where the two do not fit."""
+    """Build the shard for an index. Raises ``ShardError`` if it does not fit ``part``."""
     pieces = [one if isinstance(one, tuple) else (one,) for one in (index if isinstance(index, list) else [index])]
     lengths = None if part is None else tuple(part.shape)
     if not pieces or len({len(one) for one in pieces}) > 1 or (lengths is not None and len(pieces[0]) > len(lengths)):
@@ -214,7 +213,7 @@ def shard_at(index: Indices, part: Tensor | None) -> Shard:
 
 
 def _bound(one: slice, lengths: tuple[int, ...] | None, dim: int) -> tuple[int, int]:
-    """From where to where; where only one of them is said, the part has all from there, or up to there."""
+    """Return start and stop; an open slice extends to the part's length."""
     said = [one.start, one.stop] if isinstance(one, slice) and one.step in (None, 1) else [-1]
     if said[-1] is None and lengths is not None:
         said[-1] = (said[0] or 0) + lengths[dim]
@@ -230,7 +229,7 @@ def _misfit(index: Indices, lengths: tuple[int, ...] | None) -> ShardError:
 
 
 def flat_shard(start: int, part: Tensor | None) -> Shard:
-    """So many elements of the flattened whole. Raises ``ShardError`` for what is no such part."""
+    """Build a shard from a flat part. Raises ``ShardError`` for other parts."""
     shape = (0,) if part is None else tuple(part.shape)
     if start < 0 or len(shape) != 1:
         what = f"begins at {start} and has shape {list(shape)}"
@@ -239,28 +238,28 @@ def flat_shard(start: int, part: Tensor | None) -> Shard:
 
 
 def in_flat_parts(shards: Iterable[Shard]) -> bool:
-    """Whether gradients of a stage, whose ranks have these ``shards``, lie in flat parts.
+    """True if gradients lie in flat parts.
 
-    Then a rank of it that has nothing of one of its gradients has no part of that, in place of no gradient.
+    Then a rank without elements lacks a part, rather than a gradient.
     """
     return any(shard.flat for shard in shards)
 
 
-def sized(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
-    """``shards`` by the parameter's number; those that do not know the whole's shape learn it from ``shapes``."""
+def with_sizes(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
+    """Add whole shapes from ``shapes`` to shards, by parameter number."""
 
-    def known(shard: Shard, shape: tuple[int, ...]) -> Shard:
+    def with_size(shard: Shard, shape: tuple[int, ...]) -> Shard:
         if shard.flat:
             return replace(shard, shape=(math.prod(shape),))
         return replace(shard.in_all(shape), shape=shape)
 
-    return {k: known(one, shapes[k]) if one.shape is None and k in shapes else one for k, one in shards.items()}
+    return {k: with_size(one, shapes[k]) if one.shape is None and k in shapes else one for k, one in shards.items()}
 
 
-def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
-    """The whole, of equal parts the first, not a number where no part lies; None where no rank has anything.
+def join_shards(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
+    """Join parts into the whole: first of equal parts, NaN for gaps. None if no rank has a part.
 
-    Beside nothing but zeros, what is not there is zero, too.
+    If all parts are zero, gaps are zero too.
     """
     given = [(shard, part) for shard, part in reversed(parts) if part is not None]
     if not given:
@@ -274,8 +273,8 @@ def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
     return whole
 
 
-def untiled(shards: Sequence[Shard]) -> str:
-    """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
+def find_untiled(shards: Sequence[Shard]) -> str:
+    """Explain why ``shards`` make no whole; empty if each element lies in one shard."""
     for one in (shard for shard in shards if shard.addend[1] > 1):
         missing = set(range(one.addend[1])) - {two.addend[0] for two in shards if two._each == one._each}
         if missing:
@@ -296,7 +295,7 @@ def untiled(shards: Sequence[Shard]) -> str:
 
 
 def _neighbours(shards: Sequence[Shard]) -> Iterable[tuple[Shard, Shard]]:
-    """All pairs, or, of shards that are cut along one dimension alone, those in which one follows the other."""
+    """Yield all pairs, or, for shards cut along one dimension, adjacent pairs."""
     cut = [dim for dim, ends in enumerate(zip(*(one.bounds for one in shards), strict=True)) if len(set(ends)) > 1]
     return pairwise(sorted(shards, key=lambda one: one.bounds)) if len(cut) == 1 else combinations(shards, 2)
 

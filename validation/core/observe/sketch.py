@@ -1,4 +1,4 @@
-"""A tensor in a few numbers, enough to recognise it again: its content tells its origin."""
+"""Sketches: a tensor in a few numbers, enough to recognise it again."""
 
 import functools
 import math
@@ -9,28 +9,26 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeproof.core.observe.additive import SHARES, added_digests, content_of, shares_of
+from pipeproof.core.observe.additive import SHARES, add_digests, content_of, shares_of
 from pipeproof.core.observe.digest import digest, wide_rows
 from pipeproof.core.observe.elements import any_nonzero, bits, has_fp64, is_rounded, numbers, plain
 from pipeproof.core.observe.likeness import NARROWER, ROUNDED_TO
 from pipeproof.core.observe.shards import Shard
 
-UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
+UNSOUGHT = "the cause was not sought: complex parameters are not supported; keep real and imaginary parts apart"
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DIRECTIONS = 4
-FEW = 16  # numbers that are soon like others by chance
-_ROW = 65_521  # signs in a direction
+FEW = 16  # numbers that chance may match
+_ROW = 65_521  # signs per direction
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
+    """A tensor's form, digest, norm, and projections onto a few fixed random directions.
 
-    The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
-    The digest is of the values: a zero has no sign there. ``narrow`` is the type, narrower than its own, that every
-    element can be said in; empty if there is none. ``said`` has the digest of the tensor in each such type. ``bits`` is
-    a sum over all elements read as integers, which no order changes. ``computed`` is the type, narrower than its own,
-    that it was computed in; None where nobody knows of one.
+    A difference's projections have its norm as expected size, so they estimate distances. The digest ignores zero
+    signs. narrow: a narrower type that represents all elements; empty if none does. said: digests in each such type.
+    bits: an order-independent sum over elements as integers. computed: a narrower computing type; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -44,40 +42,40 @@ class Sketch:
     computed: torch.dtype | None = None
 
     def times(self, factor: float) -> "Sketch":
-        """That of the tensor multiplied by ``factor``, but for its digest and bits."""
+        """Scale by ``factor``, without digest and bits."""
         projections = tuple(factor * one for one in self.projections)
         return replace(
             self, digest=b"", norm=abs(factor) * self.norm, projections=projections, bits=0, said=frozenset()
         )
 
     def plus(self, other: "Sketch") -> "Sketch":
-        """About that of the sum of both tensors: nobody knows its digest, and its norm is what its projections tell."""
+        """Approximate the sum's sketch: without a digest, with the norm from projections."""
         projections = tuple(a + b for a, b in zip(self.projections, other.projections, strict=True))
         norm = math.sqrt(sum(one**2 for one in projections) / len(projections))
         narrow = self.narrow or other.narrow
         return replace(self, digest=b"", norm=norm, projections=projections, narrow=narrow, bits=0, said=frozenset())
 
     def minus(self, other: "Sketch") -> "Sketch":
-        """About that of the difference, as ``plus`` has it."""
+        """Approximate the difference's sketch, like ``plus``."""
         return self.plus(other.times(-1.0))
 
     def is_same(self, other: "Sketch") -> bool:
-        """Whether both are known to be one tensor to the last bit."""
+        """True if both are known to be equal bit for bit."""
         return bool(self.digest) and self.digest == other.digest
 
     def says(self, other: "Sketch") -> bool:
-        """Whether this is ``other`` to the last bit, in a narrower or a wider type or in its own."""
+        """True if both are equal bit for bit in some common type."""
         own, others = ({one.digest, *one.said} - {b""} for one in (self, other))
         return bool(own & others)
 
-    def widened(self, dtype: torch.dtype) -> "Sketch":
-        """That of the tensor as it is in ``dtype``, if that is a wider type; itself otherwise."""
+    def widen(self, dtype: torch.dtype) -> "Sketch":
+        """Convert to a wider ``dtype``; otherwise unchanged."""
         name = next((name for name, narrow in ROUNDED_TO.items() if narrow == self.dtype != dtype), "")
         wide = name and dtype.is_floating_point and torch.finfo(dtype).eps < torch.finfo(self.dtype).eps
         return replace(self, dtype=dtype, narrow=self.narrow or name) if wide else self
 
     def distance(self, other: "Sketch") -> float:
-        """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
+        """Estimate the relative Frobenius error; infinite if incomparable."""
         if self.is_same(other):
             return 0.0
         if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
@@ -86,29 +84,29 @@ class Sketch:
         return distance if distance == distance else math.inf
 
     def gap(self, other: "Sketch") -> float:
-        """About the norm of the difference; infinite where something is not finite."""
+        """Estimate the difference's norm; infinite for non-finite values."""
         norm = self.minus(other).norm
         return norm if norm == norm else math.inf
 
     def usual_distance(self, other: "Sketch") -> float:
-        """As ``distance``, of two that ``brief`` made, as most elements are apart: a few far ones do not count."""
+        """Estimate the typical distance for sketches from ``brief``: a few far elements do not count."""
         distance = self.distance(other)
         if not 0.0 < distance < math.inf:
             return distance
-        filled = self._apart(other)[: max(1, min(SHARES, math.prod(self.shape)))]
+        filled = self._distances(other)[: max(1, min(SHARES, math.prod(self.shape)))]
         return min(distance, math.sqrt(median(filled)) / other.norm)
 
     def cosine(self, other: "Sketch") -> float | None:
-        """About that of the angle between both; None where one is zero."""
+        """Estimate the cosine. None if either is zero."""
         own, its = (math.sqrt(sum(one**2 for one in each.projections)) for each in (self, other))
         product = sum(a * b for a, b in zip(self.projections, other.projections, strict=True))
         return product / own / its if own and its else None
 
-    def _apart(self, other: "Sketch") -> list[float]:
+    def _distances(self, other: "Sketch") -> list[float]:
         return [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
 
     def factor(self, other: "Sketch") -> float | None:
-        """How many times ``other`` this is; None if it is no multiple, as far as projections tell."""
+        """Return the factor over ``other``. None if projections show no multiple."""
         if self.shape != other.shape or not other.norm or not 0.0 < self.norm < math.inf:
             return None
         pairs = list(zip(self.projections, other.projections, strict=True))
@@ -118,24 +116,24 @@ class Sketch:
         return found if found and alike else None
 
     def is_reordered(self, other: "Sketch") -> bool:
-        """Whether this has the very elements of ``other``, in another order or another shape."""
+        """True if both have equal elements, in another order or shape."""
         same = (self.dtype, self.bits, math.prod(self.shape)) == (other.dtype, other.bits, math.prod(other.shape))
         alike = abs(self.norm - other.norm) <= self.limit * self.norm
         return same and alike and 0.0 < self.norm and self.digest != other.digest and math.prod(self.shape) >= FEW
 
     @functools.cached_property
     def limit(self) -> float:
-        """How far another tensor may be and still be taken for this one: half of the digits that it has."""
+        """Distance within which tensors count as alike: half their digits."""
         types = [one for one in (self.dtype, self.computed) if one is not None]
         return math.sqrt(max(torch.finfo(one).eps for one in types)) if is_rounded(self.dtype) else 0.0
 
     def is_like(self, other: "Sketch") -> bool:
-        """Whether this is ``other`` up to rounding."""
+        """True if both agree up to rounding."""
         return self.distance(other) <= other.limit
 
 
 def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
-    """The sketch of ``tensor``: ``known`` itself, where it is one of an equal tensor. It is made where that lies."""
+    """Sketch ``tensor`` on its device. Returns ``known`` if equal."""
     content = digest_of_values(tensor)
     if known is not None and known.digest == content:
         return known
@@ -149,10 +147,10 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
 
 
 def brief(tensor: Tensor, *, at: Shard | None = None, known: Sketch | None = None) -> Sketch:
-    """A sketch of which those of parts add up to the whole's, without what recognises it in other types or orders.
+    """Sketch ``tensor`` additively: part sketches sum to the whole's, without type or order recognition.
 
-    at: where ``tensor`` lies in the whole, of which it is a part. ``known`` as for ``sketch``. The digest is of all
-    bits. What is odd in one element is odd in one projection alone.
+    at: the part's position in its whole. known: as in ``sketch``. The digest covers all bits. An odd element affects
+    one projection alone.
     """
     shape = tuple(tensor.shape) if at is None else at.shape
     assert shape is not None, "a DTensor knows the whole's shape"
@@ -164,34 +162,34 @@ def brief(tensor: Tensor, *, at: Shard | None = None, known: Sketch | None = Non
     return Sketch(tuple(tensor.shape), tensor.dtype, content, math.sqrt(square), shares)
 
 
-def added(parts: Sequence[Sketch], shape: tuple[int, ...]) -> Sketch:
-    """The sketch of a whole of this ``shape``, by those of its parts that ``brief`` made."""
+def add_sketches(parts: Sequence[Sketch], shape: tuple[int, ...]) -> Sketch:
+    """Combine part sketches from ``brief`` into a whole with ``shape``."""
     if len(parts) == 1:
         return replace(parts[0], shape=shape)
     norm = math.hypot(*(one.norm for one in parts))
     projections = tuple(map(sum, zip(*(one.projections for one in parts), strict=True)))
     return replace(
-        parts[0], shape=shape, digest=added_digests([one.digest for one in parts]), norm=norm, projections=projections
+        parts[0], shape=shape, digest=add_digests([one.digest for one in parts]), norm=norm, projections=projections
     )
 
 
 def _countable(tensor: Tensor) -> Tensor:
-    """The elements as numbers of a type that sums can be made of; on the host where their device has no fp64."""
+    """Return elements in a summable type, on the host if the device lacks fp64."""
     flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
     wide = torch.float32 if flat.dtype in (torch.float32, *NARROWER.values()) else torch.float64
     return flat.to(wide)
 
 
 def digest_of_values(tensor: Tensor) -> bytes:
-    """That of ``tensor``, but that no zero has a sign: whoever adds up messages loses that, and it is equal without."""
+    """Digest values, ignoring zero signs: sums lose them, and equality does not need them."""
     found = plain(tensor)
     return digest(found + 0.0 if found.dtype in _ADDED else found)
 
 
 def _bits(tensor: Tensor) -> int:
-    """A sum over the elements as integers, which wraps around, and which tells their signs apart.
+    """Sum elements as wrapping integers, sensitive to signs.
 
-    The upper half of each is mixed into the lower one first: else two signs would add nothing together.
+    Each upper half is mixed into the lower half first: otherwise two signs would cancel.
     """
     words = bits(tensor)
     if words.element_size() < 4:
@@ -201,7 +199,7 @@ def _bits(tensor: Tensor) -> int:
 
 
 def _narrow(flat: Tensor, own: torch.dtype) -> Iterator[str]:
-    """The narrower types that hold ``flat`` as it is, with its ``own``; a few elements soon say that there is none."""
+    """Yield narrower types that represent ``flat`` exactly; a few elements soon exclude most."""
     few = flat[:FEW].cpu()
     for name, dtype in ROUNDED_TO.items():
         held = (torch.equal(part.to(dtype).to(part.dtype), part) for part in (few, flat))
@@ -210,11 +208,10 @@ def _narrow(flat: Tensor, own: torch.dtype) -> Iterator[str]:
 
 
 def _sums(flat: Tensor) -> Tensor:
-    """The norm, and the sums of the elements with signs, in each direction (5,).
+    """Return the norm and signed sums per direction (5,).
 
-    So many signs are kept, and turned from row to row. Their number is a prime, so that nothing that lies in rows of
-    its own falls on the same signs again and again. All is made in fp64: squares vanish in no narrow type, and no
-    setting of products rounds, nor autocast.
+    The signs repeat, turned from row to row. Their number is prime, so that row-wise structure never meets the same
+    signs repeatedly. All sums use fp64: no square underflows, and product settings and autocast have no effect.
     """
     even, rest = flat.numel() // _ROW * _ROW, flat.numel() % _ROW
     signs, last = _signs(flat.device), flat[even:].double()
@@ -231,13 +228,13 @@ def _sums(flat: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Signs (4, 65521), the same in every process; a byte each, for a model that is looked at may have little more."""
+    """Return signs (4, 65521), equal in all processes; one byte each, as device memory may be scarce."""
     generator = torch.Generator().manual_seed(_DIRECTIONS * _ROW)
     drawn = torch.randint(2, (_DIRECTIONS, _ROW), generator=generator, device="cpu")
     return (1 - 2 * drawn).to(torch.int8).to(device)
 
 
 def _turns(rows: int) -> Tensor:
-    """For each row and direction, whether its signs are turned (N, 4)."""
+    """Return turned signs per row and direction (N, 4)."""
     generator = torch.Generator().manual_seed(_ROW)
     return 1 - 2 * torch.randint(2, (rows, _DIRECTIONS), generator=generator, device="cpu")

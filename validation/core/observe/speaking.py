@@ -1,4 +1,4 @@
-"""Whether a computation speaks to other ranks: then it may not be repeated where they do not repeat it, too."""
+"""Detect communication: a computation that talks to other ranks cannot repeat alone."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,23 +14,23 @@ _OF_RANKS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_fun
 
 
 class Speaking(TorchDispatchMode):
-    """While this is open, ``spoke`` becomes true if anything is sent, received or reduced among several ranks."""
+    """Sets ``spoke`` after any send, receive or reduction among several ranks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch
         self.spoke = False
 
     def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
-        args, kwargs = (*given, None)[:2]  # by name there may be none
+        args, kwargs = (*given, None)[:2]  # absent for positional calls
         if func.namespace in _OF_RANKS and not self.spoke:
             self.spoke = max(_sizes((args, kwargs)), default=0) > 1
         return func(*args, **(kwargs or {}))
 
 
 def _sizes(given: Any) -> Iterator[int]:
-    """The sizes of the groups that an operator is given, which are boxed, or named."""
+    """Yield sizes of boxed or named groups among an operator's arguments."""
     for one in tree_leaves(given):
-        with suppress(RuntimeError, ValueError, LookupError):  # it is no group, but the way to reduce
+        with suppress(RuntimeError, ValueError, LookupError):  # a reduction name rather than a group
             if isinstance(one, torch.ScriptObject):
                 yield dist.ProcessGroup.unbox(one).size()
             elif isinstance(one, str):

@@ -1,4 +1,4 @@
-"""Where in the user's own code something was called for: the stack without torch, Python and pipeproof."""
+"""User code lines behind a call: the stack without torch, Python and pipeproof."""
 
 import linecache
 import sys
@@ -9,16 +9,16 @@ from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
 
-_MOST = 3  # lines that are kept of a stack
-_LONGEST = 80  # characters of a line that are shown
-_MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof", "typing_extensions"}  # what it calls is called by these
-_PLANTED = "pipeproof.wings.specimens.families."  # plays the user's part
-_INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that are not the user's own
+_MOST = 3  # lines kept per stack
+_LONGEST = 80  # characters shown per line
+_MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof", "typing_extensions"}  # frames to skip
+_PLANTED = "pipeproof.wings.specimens.families."  # specimens play the user
+_INSTALLED = {"site-packages", "dist-packages"}  # folders with installed packages
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of code: its file, its number from 1 on, the function around it, and what it says."""
+    """A code line: file, number from 1, function, text."""
 
     file: str
     number: int
@@ -27,7 +27,7 @@ class Line:
 
     @property
     def place(self) -> str:
-        """Where it is, without what it says."""
+        """The place, without the text."""
         path = Path(self.file)
         short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{short}:{self.number} {self.function}"
@@ -41,18 +41,18 @@ Stack = tuple[Line, ...]  # the innermost line first
 
 
 def own_stack() -> Stack:
-    """The lines through which this call came; empty where none of them is the user's.
+    """Return the user lines behind this call; empty if none.
 
-    Of an installed package its innermost line alone is kept, and only where that comes before the user's own.
+    From an installed package, keep the innermost line alone, and only if it precedes the user's own.
     """
     return stack_of(sys._getframe(1))
 
 
 def stack_of(frame: FrameType) -> Stack:
-    """The same of ``frame``, which may be another thread's."""
+    """Return the user lines behind ``frame``, possibly in another thread."""
     kept: list[Line] = []
     for one in _frames(frame):
-        if not (kept and _installed(one.f_code.co_filename)):
+        if not (kept and _is_installed(one.f_code.co_filename)):
             kept.append(_line(one.f_code.co_filename, one.f_lineno, one.f_code.co_name))
         if len(kept) == _MOST:
             break
@@ -60,21 +60,21 @@ def stack_of(frame: FrameType) -> Stack:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Outwards, but for those of the machinery."""
+    """Yield frames outward, except machinery."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         own = module.startswith(_PLANTED) or module.partition(".")[0] not in _MACHINERY
         started = frame.f_back is None and frame.f_code.co_filename == "<string>" and parent_process() is not None
-        if own and not started:  # a process is started by a line of multiprocessing
+        if own and not started:  # multiprocessing starts a process with a line
             yield frame
         frame = frame.f_back
 
 
 @lru_cache(maxsize=4096)
-def _installed(file: str) -> bool:
+def _is_installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def _line(file: str, number: int, function: str) -> Line:
-    linecache.checkcache(file)  # what was changed and loaded again has other lines
+    linecache.checkcache(file)  # reloaded files change their lines
     return Line(file, number, function, linecache.getline(file, number).strip())

@@ -1,6 +1,6 @@
-"""The tensors in what modules are called with and give back, however they are put together.
+"""Find tensors in module arguments and results, in any nesting.
 
-Those that nobody sees pass are told, too: in objects of a user's own, sparse, or in an attribute of the module.
+Also reports hidden ones: in user objects, sparse tensors, or module attributes.
 """
 
 import gc
@@ -17,30 +17,30 @@ from pipeproof.core.observe.shards import InShards
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask. No sparse ones."""
+    """Return whole, dense tensors; reading a DTensor would need all its ranks."""
     return [leaf for leaf in leaves_in(values, Tensor) if not isinstance(leaf, InShards) and can_be_read(leaf)]
 
 
 def leaves_in(values: object, kind: type) -> list[Any]:
-    """Those of a ``kind``."""
+    """Return leaves with type ``kind``."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, kind)]
 
 
-_DEPTH = 3  # of objects in objects: one may have the whole job in it
-_SIMPLE = {str, int, float, bool, bytes, type(None)}  # have nothing in them, and there may be many
+_DEPTH = 3  # nesting depth: an object may hold the whole job
+_SIMPLE = {str, int, float, bool, bytes, type(None)}  # types without contents, possibly many
 
 
 def hidden_in(values: object) -> str:
-    """What has tensors that want a gradient, and is not looked into, by its type: empty if there is none."""
+    """Name the first type that hides tensors with gradients; empty if none does."""
     hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
     return next(map(_kind, hidden), "")
 
 
-InAttribute = tuple[nn.Module, str, str]  # a module in another one, its attribute, and how that is called from there
+InAttribute = tuple[nn.Module, str, str]  # owner, attribute, and its dotted path
 
 
 def inputs_kept(module: nn.Module) -> list[InAttribute]:
-    """The attributes in which it has tensors that want a gradient, are no parameters, and that nobody computed."""
+    """Return attributes with leaf tensors that require gradients, without parameters."""
     return [
         (part, name, f"{path}.{name}".removeprefix("."))
         for path, part in module.named_modules()
@@ -50,7 +50,7 @@ def inputs_kept(module: nn.Module) -> list[InAttribute]:
 
 
 def hidden_inputs(kept: Iterable[InAttribute], given: Iterable[Tensor]) -> str:
-    """Of attributes that a module ``kept`` when it was called the first that it did not put what it was given into."""
+    """Return the first ``kept`` attribute that received no argument."""
     own = {*map(id, given)}
     those = (path for part, name, path in kept if own.isdisjoint(map(id, _leaves(vars(part).get(name)))))
     return next(those, "")
@@ -63,7 +63,7 @@ def _leaves(value: object) -> Iterator[Tensor]:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether its numbers are there, each in its place."""
+    """True if the tensor has plain, stored elements."""
     return not tensor.is_meta and tensor.layout is torch.strided
 
 
@@ -81,35 +81,35 @@ def _hides(leaf: Any) -> bool:
 
 
 def _inside(leaf: object) -> Iterator[object]:
-    """What is in an object, and in objects in it: no deeper than somebody nests what a stage gives."""
-    found, seen = [leaf], {id(leaf)}
+    """Yield an object's contents, to the depth that users nest stage results."""
+    found, visited = [leaf], {id(leaf)}
     for _ in range(_DEPTH):
         members = [one for own in found for one in tree_leaves([*_members(own)])]
-        found = [*{id(one): one for one in members if type(one) not in _SIMPLE and id(one) not in seen}.values()]
-        seen |= {*map(id, found)}
+        found = [*{id(one): one for one in members if type(one) not in _SIMPLE and id(one) not in visited}.values()]
+        visited |= {*map(id, found)}
         yield from found
 
 
 def _members(leaf: object) -> Iterator[object]:
-    """What an object has, as a class of a user's own may keep it."""
+    """Yield an object's members, including slots and containers."""
     if isinstance(leaf, Tensor | nn.Module | type):
         return
     yield from getattr(leaf, "__dict__", {}).values()
     for one in type(leaf).__mro__:
         slots = one.__dict__.get("__slots__", ())
         names = [slots] if isinstance(slots, str) else slots
-        yield from (getattr(leaf, _mangled(name, one), None) for name in names)
+        yield from (getattr(leaf, _mangle(name, one), None) for name in names)
     if isinstance(leaf, Mapping):
         yield from leaf.values()
     elif isinstance(leaf, list | tuple | set | frozenset):
         yield from leaf
     elif isinstance(leaf, FunctionType):
         yield from gc.get_referents(*(leaf.__closure__ or ()))
-    elif isinstance(leaf, partial | MethodType | Iterator):  # one that is asked has one less to give
+    elif isinstance(leaf, partial | MethodType | Iterator):  # iterators are excluded: reading consumes them
         yield from gc.get_referents(leaf)
 
 
-def _mangled(name: str, owner: type) -> str:
-    """A private ``name`` as Python keeps it."""
+def _mangle(name: str, owner: type) -> str:
+    """Mangle a private ``name`` as Python does."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{owner.__name__.lstrip('_')}{name}" if private else name

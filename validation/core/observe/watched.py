@@ -1,4 +1,4 @@
-"""A watched module: its calls so far, and what each is called with."""
+"""Watched modules: their calls, and each call's arguments."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.elements import version
 from pipeproof.core.observe.fence import Fence
-from pipeproof.core.observe.posted_messages import Came, received_at
+from pipeproof.core.observe.posted_messages import Came, find_received
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.stack import Stack, own_stack
 from pipeproof.core.observe.tensors_in import InAttribute
@@ -19,7 +19,7 @@ from pipeproof.reference.again import Called
 
 @dataclass
 class Watched:
-    """A module, its calls so far, those of them that a backward may still run again, and the DDP that called it."""
+    """A module with its calls, calls that a backward may still repeat, and its DDP wrapper."""
 
     module: nn.Module
     when: Callable[[], bool]
@@ -29,19 +29,22 @@ class Watched:
     replicas: DistributedDataParallel | None = None
 
     def note_replicas(self) -> None:
-        """Note the DDP that calls it now, if one does."""
+        """Note the DDP wrapper around the current call, if any."""
         calling = DistributedDataParallel._active_ddp_module
         if calling is not None and any(part is self.module for part in calling.modules()):
             self.replicas = calling
 
-    def cleared(self, stack: Stack) -> None:
-        """What its calls had added to its gradients so far was cleared there."""
+    def note_cleared(self, stack: Stack) -> None:
+        """Note that the module's added gradients were cleared at ``stack``."""
         for call in self.calls:
             call.cleared = call.cleared or (stack if call.ran else ())
 
     def original(self, again: Call) -> Call | None:
-        """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
-        waits; None if none does. Where several others wait, nobody knows whose gradients those are."""
+        """Return the repeated call for ``again``, and link its gradients.
+
+        Prefers the first with equal inputs over the first waiting one. None without a waiting call. With several
+        candidates and unequal inputs, gradients stay unlinked.
+        """
         content = [one.digest for one in again.inputs]
         equal = [call for call in self.waiting if [one.digest for one in call.inputs] == content]
         found = next(iter(equal or self.waiting), None)
@@ -62,9 +65,9 @@ class Watched:
 
 @dataclass(frozen=True)
 class CallEntry:
-    """What a module was called with, as it was then, and from where; ``again`` as a call has it.
+    """A module call's arguments, versions and line at entry; ``again``: as in ``Call``.
 
-    ``kept``: what it had besides.
+    kept: tensor attributes.
     """
 
     given: list[Tensor]
@@ -77,6 +80,6 @@ class CallEntry:
 
     @staticmethod
     def of(inputs: Sequence[Tensor], again: Called | None, kept: list[InAttribute]) -> "CallEntry":
-        came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
+        came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := find_received(tensor)) is not None}
         versions = [version(tensor) for tensor in inputs]
         return CallEntry(list(inputs), list(map(sketch, inputs)), versions, own_stack(), came, again, kept)

@@ -1,4 +1,4 @@
-"""Observers at a module's boundary that change no bit: what came in, what went out, and what flowed back."""
+"""Module observers that change no bit: inputs, outputs, gradients."""
 
 import weakref
 from collections import defaultdict
@@ -22,8 +22,8 @@ from pipeproof.core.observe.elements import version
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
 from pipeproof.core.observe.own_losses import OwnLosses, trains
-from pipeproof.core.observe.posted_messages import did, received_at
-from pipeproof.core.observe.shards import InShards, held_whole
+from pipeproof.core.observe.posted_messages import did, find_received
+from pipeproof.core.observe.shards import InShards, whole_here
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.stack import own_stack
 from pipeproof.core.observe.tensors_in import hidden_in, hidden_inputs, inputs_kept, leaves_in, tensors_in
@@ -38,16 +38,15 @@ Keep = Callable[[Tensor], Tensor]
 
 
 class Watcher:
-    """Notes the calls of watched modules.
+    """Notes calls of watched modules.
 
-    keep: copies a tensor to where it is kept, so that calls can be run again; None: none is kept. generators: of random
-    numbers, those that calls may draw from besides torch's, Python's, numpy's and the modules' own. linked: calls are
-    held against their neighbours', as where they are kept.
+    keep: copies tensors, so that calls can be repeated; None: keeps none. generators: random generators for calls,
+    beyond those in torch, Python, numpy and the modules. linked: neighbouring calls get compared, as with ``keep``.
     """
 
     def __init__(self, *, keep: Keep | None = None, generators: Sequence[Generator] = (), linked: bool = False) -> None:
         self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
-        self._drawing: dict[int, list[Generator]] = {}  # by module, those that its calls may draw from
+        self._drawing: dict[int, list[Generator]] = {}  # by module, its random generators
         self._hooks: list[RemovableHandle] = []
         self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
         self._watched: dict[int, Watched] = {}
@@ -56,12 +55,12 @@ class Watcher:
         self._clearing = Fence()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
-        """Hook ``module``, once; calls count while ``when`` holds."""
+        """Hook ``module`` once. Calls count while ``when`` holds."""
         if id(module) not in self._watched:
             fence = Fence(in_func=False)
             self._watched[id(module)] = Watched(module, fence.of_user(when or (lambda: True)), fence)
-            first = self._linked  # or a call that is run again has what other hooks made of its inputs twice
-            entered, called = (Hook(module, fence.around(one)) for one in (self._entered, self._called))
+            first = self._linked  # else a repeated call would apply other hooks to its inputs twice
+            entered, called = (Hook(module, fence.around(one)) for one in (self._on_enter, self._on_call))
             self._hooks.append(module.register_forward_pre_hook(entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(called, with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module, fence)
@@ -69,26 +68,25 @@ class Watcher:
                 self._losses.watch(module)
 
     def close(self) -> None:
-        """From now on note no more calls; of those that were noted, gradients still are."""
+        """Note no more calls. Gradients of noted calls still arrive."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._losses.close()
 
     def anew(self) -> None:
-        """Another operation begins: calls so far were of those before."""
+        """Start another operation: forget earlier calls."""
         self._losses.anew()
         for one in self._watched.values():
             one.calls, one.waiting = [], []
 
     def calls(self, module: nn.Module, *, warmup: int = 0) -> list[Call] | None:
-        """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
+        """Return forwards of ``module``, or of the one watched module inside or around it. None if unwatched.
 
-        The first ``warmup`` ones are left out. Those without gradients are forwards where backwards ran any of them
-        again, and where there are no others.
-        Where not all was seen there are none.
+        Skips the first ``warmup`` calls. Calls without gradients count if backwards repeated any, or if there are no
+        others. Empty after an observer's failure.
         """
-        if (one := self._found(module)) is None or one.fence.broken:
+        if (one := self._find(module)) is None or one.fence.broken:
             return None if one is None else []
         for call in one.calls:
             call.settle()
@@ -97,55 +95,55 @@ class Watcher:
         return [call for call in calls if again or not call.silent] or calls
 
     def unseen(self, module: nn.Module) -> str:
-        """Why not all was seen of ``module`` and of its losses; empty where it was, and where nobody watched."""
-        one = self._found(module)
+        """Return why ``module``'s observation is incomplete; empty if complete or unwatched."""
+        one = self._find(module)
         return "" if one is None else one.fence.broken or self._losses.fence.broken
 
     @property
     def compiled(self) -> bool:
-        """Whether ``torch.compile`` took watched modules in, whose calls it cannot see."""
+        """True if ``torch.compile`` captured watched modules, hiding their calls."""
         return any(one.fence.compiled for one in self._watched.values())
 
-    def watched(self, module: nn.Module) -> nn.Module | None:
-        """``module``, or the one watched module inside it or around it; None if there is none."""
-        return None if (one := self._found(module)) is None else one.module
+    def find_watched(self, module: nn.Module) -> nn.Module | None:
+        """Return ``module``, or the one watched module inside or around it, or None."""
+        return None if (one := self._find(module)) is None else one.module
 
-    def _found(self, module: nn.Module) -> Watched | None:
+    def _find(self, module: nn.Module) -> Watched | None:
         own = {id(part) for part in module.modules()}
         return next((w for w in self._watched.values() if id(w.module) in own or module in w.module.modules()), None)
 
     def replicas(self, module: nn.Module) -> DistributedDataParallel | None:
-        """The DDP in which ``module`` was called, if it was."""
+        """Return ``module``'s DDP wrapper, if any."""
         return self._watched[id(module)].replicas
 
     @property
     def losses(self) -> OwnLosses:
-        """Those that modules have besides, whose calls are kept."""
+        """Own losses of modules with kept calls."""
         return self._losses
 
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
-        """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
+        """Wrap ``clear``, a method that clears gradients, to note affected calls."""
 
         def have() -> list[Watched]:
             return [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
 
-        def cleared(had: Sequence[Watched]) -> None:
+        def note_cleared(had: Sequence[Watched]) -> None:
             for one in had:
                 if not any(map(_has_gradient, one.module.parameters())):
-                    one.cleared(own_stack())
+                    one.note_cleared(own_stack())
 
-        before, after = self._clearing.around(have), self._clearing.around(cleared)
+        before, after = self._clearing.around(have), self._clearing.around(note_cleared)
 
         @wraps(clear)
-        def noted(*arguments: Any, **named: Any) -> None:
+        def note(*arguments: Any, **named: Any) -> None:
             had = before()
             clear(*arguments, **named)
             after(had or ())
 
-        return noted
+        return note
 
     def doubts(self) -> Iterator[str]:
-        """Why no gradient may come to what the last calls were given, for a step that failed."""
+        """Yield reasons for missing input gradients, for a failed step."""
         for one in self._watched.values():
             call = one.calls[-1] if one.calls else None
             if call is None or not call.stacks[Kind.FORWARD]:
@@ -159,22 +157,22 @@ class Watcher:
                     [place, "with a message that wants no gradient, received at", *map(str, came[0].received)]
                 )
 
-    def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _on_enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._watched[id(module)].when():
             self._watched[id(module)].note_replicas()
-            inputs = tensors_in((arguments, named))  # looked at now: the module may change them in place
+            inputs = tensors_in((arguments, named))  # read now: the module may change them in place
             keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
             again = keep(module, arguments, named, generators=self._generators_of(module)) if keep else None
             self._entering[get_ident()].append(CallEntry.of(inputs, again, inputs_kept(module) if keep else []))
 
     def _generators_of(self, module: nn.Module) -> list[Generator]:
-        """Those that calls of ``module`` may draw from, each once, as they are in its first call."""
+        """Return random generators for ``module`` calls, without duplicates, from its first call."""
         if id(module) not in self._drawing:
             every = [*self._generators, *generators_in(module)]
             self._drawing[id(module)] = list({id(one): one for one in every}.values())
         return self._drawing[id(module)]
 
-    def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def _on_call(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         watched, mode = self._watched[id(module)], _mode()
         if not watched.when():
             return
@@ -188,7 +186,7 @@ class Watcher:
         stacks = {Kind.FORWARD: entry.stack}
         call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
         call.came, call.again = entry.came, entry.again
-        if entry.again is not None:  # of one tensor, what flows to it is told once
+        if entry.again is not None:  # note the flow into one tensor once
             call.repeated, call.given_again = repeats(outputs), frozenset(entry.again.repeated)
             call.hidden = hidden_in((arguments, named, result))
             call.attribute = hidden_inputs(entry.kept, entry.given)
@@ -201,7 +199,7 @@ class Watcher:
             return
         if mode is Mode.AGAIN:
             if watched.original(call) is None:
-                return  # of a checkpoint whose forward had gradients: they flow through that
+                return  # a checkpoint whose forward carried gradients: they pass through that call
         else:
             watched.calls.append(call)
             self._did("forward", watched, sum(not one.silent for one in watched.calls))
@@ -209,14 +207,14 @@ class Watcher:
             self._look_again(watched.fence, call, {k: inputs[k] for k in unchanged}, giving)
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
         if mode is Mode.FORWARD:
-            self._losses.called(module, needing.values(), [*giving.values(), *parts])
+            self._losses.note_call(module, needing.values(), [*giving.values(), *parts])
         call.unread = bool(parts)
         self._follow(watched, call, needing, giving, parts)
 
     def _look_again(
         self, fence: Fence, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]
     ) -> None:
-        """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
+        """Note needed inputs once more at the backward's start; only those can be overwritten."""
         given = {id(tensor) for tensor in inputs.values()}
         made = [tensor for tensor in outputs.values() if id(tensor) not in given] or list(outputs.values())
         needed = {k: weakref.ref(tensor) for k, tensor in inputs.items() if needs(made, tensor)}
@@ -237,33 +235,33 @@ class Watcher:
         outputs: Mapping[int, Tensor],
         parts: Sequence[Tensor],
     ) -> None:
-        """Note the gradients of these, by their numbers, and count the backwards of ``call``.
+        """Note gradients by tensor number, and count backwards of ``call``.
 
-        A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
-        are outputs of which this rank has a part each: through them, too, its own backwards come.
+        A backward counts where it ends: at an input, or, if no input requires a gradient, at an output. parts: local
+        DTensor outputs, which also carry the call's backwards.
         """
         flows, count = Flows(watched.fence.around, first=self._linked), partial(self._count, watched.module, call)
         for number, tensor in enumerate(parts):
-            flows.made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
+            flows.note_made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
         given = {id(tensor) for tensor in inputs.values()}
         own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
         last = min(inputs) if inputs else min(outputs, default=None)
         ends = {outputs[k].grad_fn for k in own if id(outputs[k]) not in given}
         for node in filter(None, ends):
-            node.register_prehook(watched.fence.around(partial(self._flowed, call)))
+            node.register_prehook(watched.fence.around(partial(self._on_flow, call)))
         for number, tensor in outputs.items():
             note = self._noting(call, call.output_gradients, number, count if not inputs and number == last else None)
             if number in own:
-                flows.made(tensor, _of(self._came.to(tensor), note), partial(self._flowed, call))
+                flows.note_made(tensor, _of(self._came.to(tensor), note), partial(self._on_flow, call))
             else:
-                flows.borrowed(tensor, note, handed_on=True)
+                flows.note_borrowed(tensor, note, handed_on=True)
         handed_on = {id(tensor) for tensor in outputs.values()}
         for number, tensor in inputs.items():
             note = self._noting(call, call.input_gradients, number, count if number == last else None)
-            flows.borrowed(tensor, note, handed_on=id(tensor) in handed_on)
+            flows.note_borrowed(tensor, note, handed_on=id(tensor) in handed_on)
 
-    def _flowed(self, call: Call, *_: object) -> None:
-        """A backward runs through the end of ``call``: one that is only asked for the gradient there runs nothing."""
+    def _on_flow(self, call: Call, *_: object) -> None:
+        """Note a backward at the call's outputs. One that asks for gradients there runs nothing."""
         call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
 
     def _flows(self, module: nn.Module) -> int:
@@ -282,20 +280,20 @@ class Watcher:
         keep = self._keep if into is call.output_gradients else None
 
         def note(gradient: Tensor) -> Callable[[], None]:
-            seen = None if (held := held_whole(gradient)) is None else sketch(held)
+            observed = None if (held := whole_here(gradient)) is None else sketch(held)
             if Kind.BACKWARD not in call.stacks:
                 call.stacks[Kind.BACKWARD] = backward_stack()
-            if into is call.output_gradients and (came := received_at(gradient)) is not None:
+            if into is call.output_gradients and (came := find_received(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
             kept = None if keep is None or held is None else keep(held)
-            if seen is not None and into is call.output_gradients:
-                call.asked.setdefault(number, (seen, kept))
+            if observed is not None and into is call.output_gradients:
+                call.asked.setdefault(number, (observed, kept))
 
             def write() -> None:
-                if seen is not None and self._linked:
-                    call.note_part((into is call.output_gradients, number), seen, kept, counts=count is not None)
-                if seen is not None and (not self._linked or number not in into):  # of halves, the first has it all
-                    into[number] = seen
+                if observed is not None and self._linked:
+                    call.note_part((into is call.output_gradients, number), observed, kept, counts=count is not None)
+                if observed is not None and (not self._linked or number not in into):  # the first half has it all
+                    into[number] = observed
                 if kept is not None and call.again is not None:
                     call.again.flows.setdefault(number, kept)
                 if count is not None:
@@ -306,7 +304,7 @@ class Watcher:
         return note
 
     def _counting(self, call: Call, count: Callable[[], None] | None) -> Note:
-        """Of a gradient of which this rank has a part, only that it came."""
+        """Note a sharded gradient's arrival, without its value."""
 
         def write() -> None:
             call.stacks.setdefault(Kind.BACKWARD, backward_stack())
@@ -326,7 +324,7 @@ belongs_to_rank(__name__, "_watcher", fresh=lambda _: None)
 
 @contextmanager
 def watching(watcher: Watcher | None = None) -> Iterator[Watcher]:
-    """While this is open, ``watch`` has somebody to tell: ``watcher``, or one that keeps nothing."""
+    """Activate ``watcher``, or one without copies, for ``watch`` inside the context."""
     global _watcher
     outer, _watcher = _watcher, (own := watcher or Watcher())
     clearing: Callable[[Any], Any] = own.clearing
@@ -344,10 +342,10 @@ def watching(watcher: Watcher | None = None) -> Iterator[Watcher]:
 
 
 def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
-    """Watch ``module``, a stage of a pipeline, from now on: its calls and the gradients that pass through it.
+    """Watch ``module``, a pipeline stage: its calls, and gradients through it.
 
-    ``when`` is asked at every call whether it counts; None: all do. Returns the module itself. Outside a validation
-    this does nothing, so it may stay in the code that is validated.
+    ``when`` decides at every call whether it counts; None: all do. Returns the module itself. Outside a validation this
+    does nothing, so it may stay in the validated code.
     """
     if _watcher is not None:
         _watcher.watch(module, when)
@@ -355,7 +353,7 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a gradient other than zero is there, as far as this rank has it."""
+    """True for a nonzero local gradient."""
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, InShards) else parameter.grad
     return gradient is not None and not gradient.is_meta and bool(gradient.any())
 

@@ -1,4 +1,4 @@
-"""Wrappers that pass everything on: observers and specimens override the one thing that they are about."""
+"""Transparent wrappers: observers and specimens override single methods."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from pipeproof.pipeline.boundary import Gradients, Tensors
     from pipeproof.pipeline.gradients import GradientWork
     from pipeproof.pipeline.stage import Goal, Stage
-    from pipeproof.pipeline.step import Parts, StepResult
+    from pipeproof.pipeline.step import Parts, ScheduleResult
     from pipeproof.pipeline.transport import Message, Transport
 
 
 class AroundStage:
-    """A stage that does what ``inner`` does."""
+    """A stage that delegates to ``inner``."""
 
     def __init__(self, inner: Stage) -> None:
         self.inner = inner
@@ -50,7 +50,7 @@ class AroundStage:
 
 
 class AroundTransport:
-    """A transport that does what ``inner`` does."""
+    """A transport that delegates to ``inner``."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -81,7 +81,7 @@ class AroundTransport:
 
 
 class AroundGradients:
-    """Gradient work that does what ``inner`` does, on the parameters of ``stages``."""
+    """Gradient work that delegates to ``inner``, for parameters in ``stages``."""
 
     def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
         self.inner = inner
@@ -101,43 +101,43 @@ Pairs = Sequence[tuple[object, object]]  # microbatches: inputs and target of ea
 
 
 class Steps(Protocol):
-    """What takes steps: a ``PipelineSchedule``, or a wrapper around one."""
+    """A ``PipelineSchedule``, or a wrapper."""
 
     parts: Parts
 
     def train_step(
         self, microbatches: Pairs, *, max_norm: float | None = None, loss_divisor: float | None = None
-    ) -> StepResult: ...
+    ) -> ScheduleResult: ...
 
     def accumulate(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> dict[int, Tensor]: ...
 
-    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult: ...
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> ScheduleResult: ...
 
 
 class AroundSteps:
-    """Takes the steps that ``inner`` takes. Override ``given``, what goes in, or ``told``, what comes out."""
+    """Takes steps through ``inner``. Override ``on_data`` for inputs, ``on_result`` for results."""
 
     def __init__(self, inner: Steps) -> None:
         self.inner = inner
         self.parts = inner.parts
 
-    def given(self, operation: str, microbatches: Pairs) -> Pairs:
-        """The microbatches of a "train", "accumulate" or "eval" that is about to begin."""
+    def on_data(self, operation: str, microbatches: Pairs) -> Pairs:
+        """Return microbatches for an operation: "train", "accumulate" or "eval"."""
         return microbatches
 
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        """The result of a "train" or "eval" that has ended."""
+    def on_result(self, operation: str, result: ScheduleResult) -> ScheduleResult:
+        """Return the result of an ended "train" or "eval"."""
         return result
 
     def train_step(
         self, microbatches: Pairs, *, max_norm: float | None = None, loss_divisor: float | None = None
-    ) -> StepResult:
-        given = self.given("train", microbatches)
-        return self.told("train", self.inner.train_step(given, max_norm=max_norm, loss_divisor=loss_divisor))
+    ) -> ScheduleResult:
+        given = self.on_data("train", microbatches)
+        return self.on_result("train", self.inner.train_step(given, max_norm=max_norm, loss_divisor=loss_divisor))
 
     def accumulate(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> dict[int, Tensor]:
-        return self.inner.accumulate(self.given("accumulate", microbatches), loss_divisor=loss_divisor)
+        return self.inner.accumulate(self.on_data("accumulate", microbatches), loss_divisor=loss_divisor)
 
-    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult:
-        given = self.given("eval", microbatches)
-        return self.told("eval", self.inner.eval_step(given, loss_divisor=loss_divisor))
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> ScheduleResult:
+        given = self.on_data("eval", microbatches)
+        return self.on_result("eval", self.inner.eval_step(given, loss_divisor=loss_divisor))

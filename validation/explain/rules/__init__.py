@@ -1,1 +1,1 @@
-"""Rules of explanation: each looks at one link of the way that a gradient takes, and says how it broke."""
+"""Rules of explanation: one link of a gradient's way each, and how it broke."""

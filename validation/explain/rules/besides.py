@@ -1,4 +1,4 @@
-"""What is wrong besides the causes that calls and boundaries show, and where nobody can say."""
+"""Faults besides the causes from calls and boundaries, and open questions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ import torch
 from pipeproof.core.cause import Cause
 from pipeproof.core.tolerance import error
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.replay import replayed
+from pipeproof.explain.replay import replay
 from pipeproof.explain.rules.attributed import of_gradients
 from pipeproof.explain.rules.passages import ONE_FAULT, agree, complete
 from pipeproof.explain.rules.places import stages_of
-from pipeproof.explain.rules.shared import apart, shared
+from pipeproof.explain.rules.shared import explain_shared, list_apart
 from pipeproof.explain.solver import limit_of
 
 Found = tuple[Sequence[Cause], Sequence[str]]
@@ -20,11 +20,11 @@ _BEHIND = "later effects were not analysed: there may be more faults, in gradien
 
 
 def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
-    """Further causes, and what stays open. Final gradients say it, where they explain everything and name the same.
+    """Further causes, and open questions, from final gradients, if they explain everything and name the same.
 
-    Not of exchanges, of which they may show one as several, nor what is like one of ``causes``: it comes of that. From
-    what went wrong in a forward all gradients follow: where they do not explain that, it is played, and where all come
-    out there is nothing else.
+    Not for exchanges, which gradients may show as several faults, nor for kinds like those of ``causes``: consequences.
+    A fault in a forward changes all gradients: if they do not explain it, it is played, and if all of them come out,
+    there is no other fault.
     """
     forward = any(cause.in_forward for cause in causes)
     if evidence.operation != "train":
@@ -37,36 +37,36 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     unlike = {m.stage for m in evidence.verdict.mismatches if m.law == "replicas"}  # of these, it is no one sum
     others = [one for one in others if unlike.isdisjoint(stages_of(one, evidence))]
     if not forward:
-        told = same and all(cause.in_backward and cause.kind not in ONE_FAULT[0] for cause in causes)
+        sure = same and all(cause.in_backward and cause.kind not in ONE_FAULT[0] for cause in causes)
         left = evidence.attribution is not None and evidence.attribution.unknown
-        return others if told else (), (_BEHIND,) if left else ()
+        return others if sure else (), (_BEHIND,) if left else ()
     if same:
         return others, ()
-    played = (one for one in causes if one.kind != "computation")  # that, nobody knows how to play
-    whole = any(agree(one, other) for one in played for other in evidence.once(replayed))
+    played = (one for one in causes if one.kind != "computation")  # no substitution plays it
+    whole = any(agree(one, other) for one in played for other in evidence.once(replay))
     return (), () if whole else (_BEHIND,)
 
 
 def besides_backwards(evidence: Evidence, causes: Sequence[Cause]) -> Found:
-    """What is wrong besides backwards that ran never or twice, and what stays open.
+    """Faults besides backwards that ran never or twice, and open questions.
 
-    Of sums over ranks these say nothing, and of norms; of gradients they say which microbatches are there never or
-    twice, in their own stages and in those before. From forwards everything follows: nothing is said of these.
+    Such backwards have no effect on sums over ranks, or on norms; in gradients they show as microbatches missing or
+    repeated, in their own stages and in those before. Forwards affect everything: they leave nothing to say.
     """
     ran = [one.what for one in evidence.verdict.mismatches if one.law == "microbatches"]
     if evidence.playable is not None or {one.kind for one in causes} - _OF_BACKWARDS or {*ran} - {"backward"}:
         return (), ()
     unlike = {m.stage for m in evidence.verdict.mismatches if m.law == "replicas"}
-    between = shared(evidence) if unlike else []
-    more = [one for said in between for one in _unexplained(said, causes, evidence)]
-    # Which microbatches a rank has may be what it did not reduce as well: beside those that did not run, nobody knows.
+    between = explain_shared(evidence) if unlike else []
+    more = [one for said in between for one in _find_unexplained(said, causes, evidence)]
+    # A missing reduction may leave the same microbatches on a rank as missing backwards do: then neither is certain.
     sure = more if _OF_BACKWARDS.isdisjoint(one.kind for one in more) else []
     found = None if _give_all(causes, evidence) else evidence.attribution
     sums = (
         [] if found is None else [one for one in of_gradients(evidence) if unlike.isdisjoint(stages_of(one, evidence))]
     )
-    rest = [*sure, *(one for said in sums for one in _unexplained(said, causes, evidence))]
-    left = apart(evidence) if unlike and (not between or len(sure) < len(more)) else ()
+    rest = [*sure, *(one for said in sums for one in _find_unexplained(said, causes, evidence))]
+    left = list_apart(evidence) if unlike and (not between or len(sure) < len(more)) else ()
     unknown = () if found is None else found.unknown
     return rest, (*left, *unknown)
 
@@ -75,17 +75,17 @@ _OF_BACKWARDS = frozenset({"dropped", "doubled"})
 
 
 def _give_all(causes: Sequence[Cause], evidence: Evidence) -> bool:
-    """Whether all gradients are what they should be but for the microbatches that ``causes`` took from the sums.
+    """True if all gradients are right except for the microbatches that ``causes`` took from the sums.
 
-    Attribution may not see that: a stage that has nothing but its copy of a tied parameter has no sums of its own.
+    Attribution may not see that: a stage with only its copy of a tied parameter has no sums of its own.
     """
-    found, due = evidence.attribution, evidence.due
+    found, expected = evidence.attribution, evidence.right
     dropped = all(one.kind == "dropped" and not one.cut for one in causes)
-    if found is None or due is None or not dropped or evidence.differs("presence"):
+    if found is None or expected is None or not dropped or evidence.differs("presence"):
         return False
     for site in evidence.wrong("gradient"):
-        seen, whole = evidence.gradients.get(site), due.expected.gradients.get(site)
-        copies = next((one for one in due.update.tied if site in one.items()), {site[0]: site[1]})
+        observed, whole = evidence.gradients.get(site), expected.expected.gradients.get(site)
+        copies = next((one for one in expected.update.tied if site in one.items()), {site[0]: site[1]})
         parts = [
             (stage, atom.term.activation, gradient.double().cpu())
             for stage, name in copies.items()
@@ -97,16 +97,16 @@ def _give_all(causes: Sequence[Cause], evidence: Evidence) -> bool:
             for stage, m, part in parts
             if any(m in one.microbatches and stage <= max(stages_of(one, evidence)) for one in causes)
         ]
-        if seen is None or whole is None or not lost:
+        if observed is None or whole is None or not lost:
             return False
         limit = limit_of(whole, torch.stack([part for *_, part in parts]).sum(dim=0))
-        if error(seen.double().cpu() + torch.stack(lost).sum(dim=0), whole.double().cpu()) > limit:
+        if error(observed.double().cpu() + torch.stack(lost).sum(dim=0), whole.double().cpu()) > limit:
             return False
     return True
 
 
-def _unexplained(said: Cause, causes: Sequence[Cause], evidence: Evidence) -> Iterator[Cause]:
-    """What gradients say in ``said`` but for what follows from ``causes``: one flows back through all stages before."""
+def _find_unexplained(said: Cause, causes: Sequence[Cause], evidence: Evidence) -> Iterator[Cause]:
+    """Yield the part of ``said`` beyond ``causes``: a fault flows back through all earlier stages."""
     every = range(evidence.microbatches)
     left = [*(said.microbatches or every)]
     if said.kind in ONE_FAULT[0] and {cause.kind for cause in causes} == _OF_BACKWARDS:

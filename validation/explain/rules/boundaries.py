@@ -1,4 +1,4 @@
-"""From divergences to causes: where a tensor went wrong, and what it was, say what happened to it."""
+"""From divergences to causes: the place and likeness of a wrong tensor determine its fault."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.core.observe.recording import (
@@ -28,25 +28,25 @@ from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, LEFT
-from pipeproof.explain.replay import replayed
+from pipeproof.explain.replay import replay
 from pipeproof.explain.rules.place import or_zeros
 from pipeproof.explain.solver import whole_within
 from pipeproof.pipeline.sizes import first_few
 
-# What a tensor was says what happened to it, wherever that was ...
+# The likeness alone names these faults, at any place ...
 _ANYWHERE = frozenset({"rounded", "not-finite"})
-# ... and otherwise it depends on where: the kind of cause for "other" (another's tensor), "zero", and anything else.
+# ... others depend on the place: the kind of cause for "other" (another's tensor), "zero", and anything else.
 _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         GIVEN: ("wrong-message", "uninitialised", "altered"),
-        USED: ("wrong-message", "altered", "altered"),  # it was there: what was given is right
+        USED: ("wrong-message", "altered", "altered"),  # the tensor was there: the given one is right
         MADE: ("computation", "computation", "computation"),
         OUTPUT: ("wrong-message", "altered", "altered"),
         LOSS: ("computation", "computation", "computation"),
         RECEIVED: ("wrong-message", "uninitialised", "altered"),
         KEPT: ("overwritten", "overwritten", "overwritten"),
         LATE: ("overwritten", "overwritten", "overwritten"),
-        # What flows into a module's graph is what was received, and whatever else was derived from its output.
+        # A module's graph receives the message, and gradients of anything else derived from its output.
         FLOWED: ("swapped-gradients", "zero", "extra-term"),
         HANDED_ON: ("swapped-gradients", "zero", "computation"),
     }
@@ -58,33 +58,33 @@ Refine = Callable[[Divergence], tuple[str, str] | None]  # a kind of cause and i
 
 
 def boundaries(evidence: Evidence) -> list[Cause]:
-    """The cause of the first divergence, then those of others that do not follow from it."""
-    proved = partial(evidence.once, replayed)
+    """Name the first divergence's cause, then independent causes."""
+    proved = partial(evidence.once, replay)
     return causes_of(
         evidence.divergences,
         evidence.microbatches,
-        refine=lambda one: _refined(one, evidence, proved),
+        refine=lambda one: _refine(one, evidence, proved),
         room=max(ALIKE, whole_within(evidence.setup.dtype)),
     )
 
 
 def causes_of(found: Sequence[Divergence], microbatches: int, *, refine: Refine, room: float = ALIKE) -> list[Cause]:
-    """The causes of divergences, which are in the order of the flow.
+    """Name causes for divergences in flow order.
 
-    ``room``: how far apart, relative to their size, factors that are one may be.
+    ``room``: how far apart, relative to their size, two measurements of one factor may be.
     """
     groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
     for one in found:
         kind, text = _kind(one, refine)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
-    causes: dict[tuple[str, str], list[Cause]] = {}  # the same may have happened at further stages, from what was right
+    causes: dict[tuple[str, str], list[Cause]] = {}  # the same may have happened at further stages, from right inputs
     for (kind, _, where), group in groups.items():
         causes.setdefault((kind, where), []).append(_cause(kind, group, microbatches, room=room))
     return [_together(each) for each in causes.values()]
 
 
 def _together(each: Sequence[Cause]) -> Cause:
-    """What happened at several stages, in the words of the first."""
+    """Merge a fault at several stages, in the first stage's words."""
     first, *others = each
     stages = tuple(sorted({one.stage for one in each if one.stage is not None}))
     if not others or not stages:
@@ -92,7 +92,7 @@ def _together(each: Sequence[Cause]) -> Cause:
     every = not all(one.microbatches for one in each)  # where that is said by naming none
     some = () if every else tuple(sorted({m for one in each for m in one.microbatches}))
     rank = first.rank if len({one.rank for one in each}) == 1 else None
-    more = listed(sorted(stage for stage in stages if stage != first.stage))
+    more = join_numbers(sorted(stage for stage in stages if stage != first.stage))
     detail = f"at stage {first.stage}: {first.detail}; and so at stage{'s' * (len(others) > 1)} {more}"
     return replace(first, rank=rank, stages=stages, microbatches=some, detail=detail)
 
@@ -116,7 +116,7 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
     if what.kind == "other" and what.part is None and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
     if what.part is not None and what.part.is_run and where not in (MADE, HANDED_ON):
-        # To the end, or with what is somebody else's: a buffer. A few elements in the middle: something on the way.
+        # To the end, or with another's content: a buffer. A few elements in the middle: something on the way.
         return ("overwritten" if what.label is not None or what.part.is_tail else "altered"), what.text
     refined = refine(one)
     if refined is not None:
@@ -127,52 +127,52 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
 
 
 def _is_beside(one: Divergence) -> bool:
-    """Whether it is another of the tensors that cross the same boundary."""
+    """True for a different tensor across the same boundary."""
     return one.what.label is not None and one.what.label.point == one.point and not one.what.label.ago
 
 
-def _refined(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[Cause]]) -> tuple[str, str] | None:
-    """What the last stage or a module may have done with right inputs; ``proved`` is the one thing that gives all."""
+def _refine(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[Cause]]) -> tuple[str, str] | None:
+    """Identify a fault of the last stage or a module with right inputs; ``proved``: the fault that explains all."""
     point, number = one.point, evidence.diverged
-    seen = _seen(evidence, point)
-    if seen is None:
+    observed = _observed(evidence, point)
+    if observed is None:
         return None
     if point.where == MADE and (found := [one for one in proved() if one.stage == point.stage]):
         return found[0].kind, found[0].detail
     if point.where == LOSS:
-        other = _other_target(evidence, point.microbatch, float(seen))
+        other = _other_target(evidence, point.microbatch, float(observed))
         return ("swapped-data", other) if other else None
     if point.where in (MADE, HANDED_ON) and evidence.beside is not None and evidence.beside.draws:
         return "randomness", f"{one.what.text}; the model draws random numbers, and others may have given this"
-    if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
+    if point.where in (GIVEN, USED) and not point.stage and _is_cut_otherwise(evidence, number, point.where):
         return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
     return None
 
 
-def _other_target(evidence: Evidence, microbatch: int, seen: float) -> str | None:
-    """Whose targets give this loss with a microbatch's output, also those of earlier steps."""
+def _other_target(evidence: Evidence, microbatch: int, observed: float) -> str | None:
+    """Find a microbatch whose targets give this loss with another's output, also in earlier steps."""
     assert evidence.beside is not None, "what was recorded can be played"
     for number in range(evidence.number, -1, -1):
         when = " of an earlier step" if number != evidence.number else ""
         for other, batch in enumerate(evidence.setup.batches(number)):
             loss = evidence.beside.loss_with(microbatch, batch.target)
-            if (other, number) != (microbatch, evidence.number) and loss and scalar_error(seen, loss) < FP32.least:
+            if (other, number) != (microbatch, evidence.number) and loss and scalar_error(observed, loss) < FP32.least:
                 return f"that of microbatch {other}'s targets{when}, expected microbatch {microbatch}'s"
     return None
 
 
-def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
-    """Whether all microbatches' inputs together are the right data."""
-    seen, expected = [], []
+def _is_cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
+    """True if all microbatches' inputs together are the right data."""
+    observed, expected = [], []
     for m, one in enumerate(evidence.played[number].boundaries):
-        tensor = _seen(evidence, Point(0, m, where))
+        tensor = _observed(evidence, Point(0, m, where))
         if tensor is None:
             return False
-        seen.append(tensor.flatten())
+        observed.append(tensor.flatten())
         expected.append(one.inputs[0][0].flatten())
-    if all(map(torch.equal, seen, expected)):
+    if all(map(torch.equal, observed, expected)):
         return False
-    return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
+    return torch.equal(torch.cat(observed).sort().values, torch.cat(expected).sort().values)
 
 
 def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, room: float) -> Cause:
@@ -180,7 +180,7 @@ def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, ro
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group} - {UNKNOWN_MICROBATCH}))
     every = len(microbatches) == count
     factors = [one.what.factor or 0.0 for one, _ in group]
-    detail = _told(group, every=every)
+    detail = _describe_group(group, every=every)
     if kind == "scale" and max(factors) - min(factors) > room * max(map(abs, factors)):
         kind, detail = _weights(group)
     slot = f", slot {first.slot}" if first.slot is not None else ""
@@ -199,33 +199,33 @@ def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, ro
     return or_zeros(cause, forward=first.point.where == GIVEN)
 
 
-def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
-    """What the tensors of a group are: all alike, each another microbatch's, or one by one."""
+def _describe_group(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
+    """Describe a group's tensors: all alike, each another microbatch's, or one by one."""
     where = group[0][0].point.where
     texts = {text for _, text in group}
     owners = [_owner(one) for one, _ in group]
     if len(texts) == 1:
         return f"{where} {'of every microbatch ' * (every and len(group) > 1)}is {group[0][1]}"
     if None not in owners and len({one.what.which for one, _ in group}) == 1:
-        own = listed(one.point.microbatch for one, _ in group)
+        own = join_numbers(one.point.microbatch for one, _ in group)
         which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
         return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
     whose = [_whose(one) for one, _ in group]
-    told = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=True)]
+    parts = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=True)]
     if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
         rest = [one.point.microbatch for one, _ in group[1:]]
-        return f"{told[0]}; that of microbatch{'es' * (len(rest) > 1)} {listed(rest)} is no microbatch's either"
-    return first_few(told, "; ")
+        return f"{parts[0]}; that of microbatch{'es' * (len(rest) > 1)} {join_numbers(rest)} is no microbatch's either"
+    return first_few(parts, "; ")
 
 
 def _whose(one: Divergence) -> str:
-    """Of which microbatch it is, or where that is not known, in which call."""
+    """Name the microbatch, or the call of an unknown microbatch."""
     known = one.point.microbatch != UNKNOWN_MICROBATCH
     return f"of microbatch {one.point.microbatch}" if known else f"in {one.action}"
 
 
 def _owner(one: Divergence) -> int | None:
-    """The microbatch whose tensor of the same place was there."""
+    """Return the microbatch whose tensor stood here."""
     label = one.what.label
     if (
         one.what.kind != "other"
@@ -239,17 +239,17 @@ def _owner(one: Divergence) -> int | None:
 
 
 def _weights(group: Sequence[tuple[Divergence, str]]) -> tuple[str, str]:
-    """Factors that differ between microbatches: by how many of their targets count?"""
+    """Describe factors that differ between microbatches, as in weighting by targets."""
     factors = {one.point.microbatch: one.what.factor or 0.0 for one, _ in group}
     text = ", ".join(f"{factor:.4g} of microbatch {m}" for m, factor in sorted(factors.items()))
     return "unequal-weights", f"{group[0][0].point.where}: {text}"
 
 
-def _seen(evidence: Evidence, point: Point) -> Tensor | None:
+def _observed(evidence: Evidence, point: Point) -> Tensor | None:
     tensors = _all(evidence, point)
     return tensors[0] if tensors else None
 
 
 def _all(evidence: Evidence, point: Point) -> Sequence[Tensor | None]:
-    recording = evidence.recorded(evidence.diverged)
+    recording = evidence.recording_of(evidence.diverged)
     return recording.tensors.get(point, ()) if recording is not None else ()

@@ -1,4 +1,4 @@
-"""What stages ran: in which mode, in which order, what never or more often than once, and whose graph was cut."""
+"""Calls of stages: their mode, order and number, and cut graphs."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,8 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.rules.passages import complete
-from pipeproof.explain.rules.place import cause_of, found_of, ordered
-from pipeproof.explain.rules.repeated import repeated
+from pipeproof.explain.rules.place import cause_of, mismatches_of, order_of
+from pipeproof.explain.rules.repeated import find_repeated
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 
 
@@ -24,8 +24,8 @@ class CallCount(NamedTuple):
 
 
 def calls(evidence: Evidence) -> list[Cause]:
-    """What ran in the wrong mode, never or twice; or with tensors of others, as sums show best."""
-    if found := modes(evidence) or repeated(evidence):
+    """Causes of a wrong mode, omitted or repeated calls, or exchanged tensors, as sums show best."""
+    if found := modes(evidence) or find_repeated(evidence):
         return found
     if _again(evidence, Kind.FORWARD) or not all(flow.complete for flow in evidence.passed.values()):
         return []
@@ -36,13 +36,13 @@ def calls(evidence: Evidence) -> list[Cause]:
 
 
 def modes(evidence: Evidence) -> list[Cause]:
-    """Modules that ran in the wrong mode; where one stage did so in some calls alone, in these."""
-    found = [one for one in found_of("microbatches", evidence) if one.what == "mode"]
+    """Find modules in the wrong mode; with the calls concerned, if only some calls on a stage."""
+    found = [one for one in mismatches_of("microbatches", evidence) if one.what == "mode"]
     if not found:
         return []
     flow = None if found[0].stage is None else evidence.passed.get(found[0].stage)
     called = () if flow is None else flow.called
-    wrong = [action for action, training in called if training != found[0].due]
+    wrong = [action for action, training in called if training != found[0].expected]
     cause = cause_of("mode", found, evidence)
     if not 0 < len(wrong) < len(called):
         return [cause]
@@ -50,12 +50,14 @@ def modes(evidence: Evidence) -> list[Cause]:
 
 
 def counts(evidence: Evidence) -> list[Cause]:
-    """Microbatches that ran never or twice."""
-    found = found_of("microbatches", evidence)
-    said = bool(found) and all(one.stage in evidence.told for one in found)  # by the step itself: sums may know better
+    """Find microbatches that ran never or twice."""
+    found = mismatches_of("microbatches", evidence)
+    said = bool(found) and all(
+        one.stage in evidence.traced for one in found
+    )  # by the step itself: sums may know better
     if said and not any(map(evidence.differs, ("gradient", "presence"))):
         return [cause_of("order", found, evidence)]
-    lost = cut(evidence)
+    lost = find_cut(evidence)
     ran = [one for one in _not_once(evidence) if not any(_behind(one, cause) for cause in lost)]
     way = "forward" if evidence.operation == "eval" else "backward"
     adding = {(one.stage, one.microbatch) for one in ran if one.way == way}  # a forward that ran twice adds nothing
@@ -66,13 +68,13 @@ def counts(evidence: Evidence) -> list[Cause]:
 
 
 def _again(evidence: Evidence, kind: Kind) -> Action | None:
-    """What a stage that ran as often as it should ran twice, in the place of another microbatch; None: nothing.
+    """Find an action that a stage ran twice in place of another microbatch, with the right number of calls.
 
-    Then nothing was left out: tensors were taken for others. A call that no backward runs through is none of these.
+    Then nothing was omitted: tensors were mistaken for others. A call without a backward does not count.
     """
     every = list(range(evidence.microbatches))
     for stage in evidence.passed:
-        ran, backwards = (ordered(evidence, stage, one) for one in (kind, Kind.BACKWARD))
+        ran, backwards = (order_of(evidence, stage, one) for one in (kind, Kind.BACKWARD))
         if UNKNOWN_MICROBATCH not in ran and len(ran) == len(every) and sorted(ran) != every:
             twice = next(m for m in ran if ran.count(m) > 1)
             return Action(stage, kind, twice) if sorted(backwards) in ([], sorted(ran)) else None
@@ -80,12 +82,14 @@ def _again(evidence: Evidence, kind: Kind) -> Action | None:
 
 
 def _not_once(evidence: Evidence) -> Iterator[CallCount]:
-    """What did not run once at the stages that the law has mismatches of."""
+    """Count the stages' runs that deviate from once, for stages with mismatches."""
     ran: Counter[tuple[int, str, int]] = Counter()
-    for stage, kind, microbatch in evidence.observed.executed(evidence.number):
+    for stage, kind, microbatch in evidence.observed.actions(evidence.number):
         if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
             ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
-    stages = {one.stage for one in found_of("microbatches", evidence) if one.stage is not None} - {*evidence.unseen}
+    stages = {one.stage for one in mismatches_of("microbatches", evidence) if one.stage is not None} - {
+        *evidence.unseen
+    }
     for way in ("forward",) if evidence.operation == "eval" else ("forward", "backward"):
         for stage in sorted(stages):
             every = (CallCount(stage, way, m, ran[stage, way, m]) for m in range(evidence.microbatches))
@@ -93,13 +97,13 @@ def _not_once(evidence: Evidence) -> Iterator[CallCount]:
 
 
 def _behind(ran: CallCount, cut_off: Cause) -> bool:
-    """Whether a backward did not run to which ``cut_off`` left nothing."""
+    """True for a missing backward that ``cut_off`` left without a gradient."""
     before = cut_off.stage is not None and ran.stage < cut_off.stage
     return (ran.way, ran.times) == ("backward", 0) and before and ran.microbatch in cut_off.microbatches
 
 
 def _first(evidence: Evidence, kind: str, wrong: Sequence[CallCount]) -> Cause:
-    """Where it happened first along the flow: forwards go up the stages, backwards down."""
+    """The first stage concerned, along the flow: forwards go up the stages, backwards down."""
     way, at = wrong[0].way, dict[int, list[CallCount]]()
     for one in wrong:
         if one.way == way:
@@ -117,8 +121,8 @@ def _first(evidence: Evidence, kind: str, wrong: Sequence[CallCount]) -> Cause:
     return Cause(kind, rank, None if everywhere else stage, microbatches, detail=detail)
 
 
-def cut(evidence: Evidence) -> list[Cause]:
-    """The stages with such backwards whose gradients the stages before lack, from the last down."""
+def find_cut(evidence: Evidence) -> list[Cause]:
+    """Stages whose backward ran without a gradient for the stage before, from the last down."""
     causes = []
     for stage in sorted(evidence.passed.keys() - evidence.unseen - {0}, reverse=True):
         ran, found = evidence.passed[stage].cut, evidence.attribution

@@ -1,4 +1,4 @@
-"""How far it is known what went wrong inside a stage of which no one thing gives all that was observed."""
+"""Faults inside a stage beyond any single substitution."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from pipeproof.pipeline.sizes import some
 
 
 def other_forward(evidence: Evidence) -> list[Cause]:
-    """That the forward of the one stage that there is computed something else, or took other data; by elimination.
+    """Blame the only stage's forward, or its data, by elimination.
 
-    Every loss is wrong that any rank reports, the weights are all right, and losses are no others' and no multiple.
+    Every reported loss is wrong, the weights are all right, and no loss is another's or a multiple.
     """
     losses = [one for one in evidence.verdict.mismatches if one.law == "loss"]
     begun = [one for one in evidence.verdict.laws if one.name == "initial-weights" and one.outcome == "pass"]
-    known = evidence.seen is not None and any(one.checked and not one.left_out for one in begun)
+    known = evidence.run is not None and any(one.checked and not one.left_out for one in begun)
     besides = any(map(evidence.differs, ("presence", "buffers", "microbatches")))
     if evidence.beside is None or evidence.stages > 1 or not known or besides or _tell(losses, evidence):
         return []
@@ -32,21 +32,21 @@ def other_forward(evidence: Evidence) -> list[Cause]:
 
 
 def _tell(losses: Sequence[Mismatch], evidence: Evidence) -> bool:
-    """Whether losses are right, another's or all of one multiple: then these say what it is, or do not tell enough."""
-    right, seen = evidence.expected.losses, [one.found for one in losses]
+    """True if losses match, belong to others, or share a multiple: they name the fault, or say too little."""
+    right, observed = evidence.expected.losses, [one.observed for one in losses]
     rows = enumerate(row[evidence.number] for row in evidence.observed.ranks)
     reported = {(rank, m) for rank, row in rows for m, _ in zip(row.share or (), row.losses, strict=False)}
     if not reported or {(one.rank, one.microbatch) for one in losses} != reported:
         return True
-    numbers = [one for one in seen if isinstance(one, float) and math.isfinite(one)]
+    numbers = [one for one in observed if isinstance(one, float) and math.isfinite(one)]
     others = any(is_same_loss(one, other) for one in numbers for other in right)
     ratios = [one.ratio for one in losses if one.ratio is not None]
     multiple = all(abs(one / ratios[0] - 1) < CLOSE for one in ratios) if ratios and ratios[0] else True
-    return len(numbers) < len(seen) or others or (multiple and evidence.microbatches > 1)
+    return len(numbers) < len(observed) or others or (multiple and evidence.microbatches > 1)
 
 
 def first_of_backward(evidence: Evidence) -> Sequence[str]:
-    """Where along the backward gradients are wrong first, if losses are right and what is used later is; else empty."""
+    """The first wrong gradient along the backward, given right losses and right gradients behind it; else empty."""
     used, wrong = evidence.used, evidence.wrong("gradient", "replicas", "presence")
     last = max((used.get(name, 0) for _, name in wrong), default=0)
     if not last or evidence.differs("loss"):

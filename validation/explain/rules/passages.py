@@ -1,14 +1,13 @@
-"""The link that watching shows: what passed the boundaries of stages, and where that broke.
+"""The link that watching shows: tensors across stage boundaries, and the first to go wrong.
 
-More evidence must not make a name worse. Boundaries and final gradients each explain some of what is wrong: where
-gradients are explained to the last, and what passed a boundary is not, they say more; where both name something and
-these do not go together, both are told.
+More evidence must not make a name worse. Boundaries and final gradients each explain a part: if gradients are fully
+explained, and a crossing is not, they say more; if both name faults that do not match, both are listed.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause, RuledOut, listed
+from pipeproof.core.cause import Cause, RuledOut, join_numbers
 from pipeproof.core.observe.observed import INPUT, Crossing
 from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.core.tolerance import scalar_error
@@ -18,11 +17,11 @@ from pipeproof.explain.limits import ALIKE, CLOSE, MOST
 from pipeproof.explain.rules.boundaries import causes_of
 from pipeproof.explain.rules.factors import by_loss_scale
 from pipeproof.explain.rules.first_wrong import Boundaries, FirstWrong
-from pipeproof.explain.rules.place import or_wrong_message, ordered, turn_of
+from pipeproof.explain.rules.place import or_wrong_message, order_of, turn_of
 from pipeproof.pipeline.action import Action, Kind
 
-_VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is
-ONE_FAULT: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
+_VAGUE = frozenset({"altered", "computation"})  # a changed tensor without an identity
+ONE_FAULT: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is observed
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
     | {"swapped-activations", "swapped-gradients", "swapped-data"},
     frozenset({"dropped", "zero", "missing", "uninitialised"}),
@@ -31,37 +30,37 @@ ONE_FAULT: tuple[frozenset[str], ...] = (  # kinds that one fault has where more
 
 
 def passages(evidence: Evidence) -> list[Cause]:
-    """The causes of what was wrong first; none where what is there in its place does not say."""
+    """Name causes for the first wrong tensors, if their likeness identifies a fault."""
     boundaries = Boundaries(evidence)
     found = list(boundaries.first_wrong())
     if not found or not found[0].telling:
-        return _computed_otherwise(boundaries, evidence)
-    if found[0].point.where == FLOWED and boundaries.refined(found[0]) and _attributed(evidence):
-        return []  # what the gradients are made of says more than that the loss is another
+        return _find_computed_otherwise(boundaries, evidence)
+    if found[0].point.where == FLOWED and boundaries.refine(found[0]) and _attribute(evidence):
+        return []  # the gradients' composition says more than a changed loss
     rank = evidence.placement
-    told = {
+    roots = {
         Divergence(rank[one.point.stage], one.point, one.crossing.at, None, one.what, turn=turn): one
         for one in found
         if one.telling
         for turn in (turn_of(evidence, one.crossing.action),)
     }
     causes = causes_of(
-        list(told),
+        list(roots),
         evidence.microbatches,
-        refine=lambda one: boundaries.refined(told[one]),
+        refine=lambda one: boundaries.refine(roots[one]),
     )
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
     if said := _of_all_stages(causes, evidence) or _of_one_replica(causes, evidence):
         return [by_loss_scale(cause, evidence) for cause in said]
-    causes = [by_loss_scale(informed(cause, evidence), evidence) for cause in causes]
+    causes = [by_loss_scale(inform(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_as_sent(cause, evidence), evidence) for cause in causes]
     named = [_or_target(cause, evidence) if cause.action in losses else cause for cause in named]
     return [*_beyond(named, evidence), *named]
 
 
-def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
-    """The stage that made of what was right what the reference never has."""
-    found = boundaries.computed_otherwise()
+def _find_computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
+    """The stage that computed an output unknown to the reference from right inputs."""
+    found = boundaries.find_computed_otherwise()
     if found is None:
         return []
     stage, microbatches = found
@@ -73,25 +72,25 @@ def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Caus
 
 
 def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
-    """``cause``, or that the stage was given its inputs in another order than they were made, or the model's own."""
+    """``cause``, or inputs in a different order, or the model's input."""
     before, begins = evidence.passed.get(stage - 1), sorted(evidence.passed[stage].begins.items())
     numbers = {} if before is None else {place: number for number, place in before.ends.items()}
     came = [numbers[place] for _, place in begins if place in numbers]
     if stage and all(place.startswith(INPUT) for _, place in begins):
-        told = f"its input is the model's own, and not what stage {stage - 1} hands on"
+        detail = f"its input is the model's own, and not what stage {stage - 1} hands on"
     elif came != sorted(came):
-        told = f"its inputs are what stage {stage - 1} made, in another order: outputs {listed(came)}"
+        detail = f"its inputs are what stage {stage - 1} made, in another order: outputs {join_numbers(came)}"
     else:
         return cause
     meant = replace(cause, detail="or that is meant, and it computed something else of it")
-    return replace(cause, kind="wrong-message", detail=told, instead=(meant,))
+    return replace(cause, kind="wrong-message", detail=detail, instead=(meant,))
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
-    """What final gradients say of a factor, if that is in every stage: then it came to no boundary between two first.
+    """Name a factor's cause from final gradients, if every stage has it: then no boundary caused it.
 
-    Coarse types show it late, and as another factor for each microbatch. That microbatches are weighted by a number
-    shows at the last stage, too, and gradients say by which.
+    Coarse types show it late, and as another factor for each microbatch. A weighting of microbatches by a number shows
+    at the last stage, too, and gradients say by which.
     """
     found = evidence.attribution if all(one.kind in ("scale", "unequal-weights") for one in causes) else None
     between = all(one.stage != evidence.stages - 1 for one in causes)
@@ -104,13 +103,13 @@ def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
 
 
 def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
-    """What final gradients say of a factor that is the number of replicas, or one over it.
+    """Name a factor's cause from final gradients, if it equals the number of replicas or its reciprocal.
 
-    Gradients may pass as those of a replica or as those of all: so boundaries do not tell whose are wrong.
+    Gradients may cross as a replica's or as the sum of all: so boundaries do not show which are wrong.
     """
     count = 1 if evidence.members is None else evidence.members.replicas.count
     factors = [one.factor for one in causes if one.kind == "scale" and one.factor is not None]
-    either = all(any(abs(factor / due - 1) < ALIKE for due in (count, 1 / count)) for factor in factors)
+    either = all(any(abs(factor / expected - 1) < ALIKE for expected in (count, 1 / count)) for factor in factors)
     said = complete(evidence)
     if count == 1 or not either or len(factors) < len(causes) or any(one.kind != "scale" for one in said):
         return []
@@ -120,28 +119,28 @@ def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
 
 
 def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """What is everywhere, or at stages nearer to the loss than any of ``causes``, all of which are in backwards."""
+    """Find causes everywhere, or nearer to the loss than all ``causes`` in backwards."""
     if not all(cause.in_backward and cause.stage is not None for cause in causes):
         return []
     reached = max(cause.stage or 0 for cause in causes)
     wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
     if not any(stage > reached for stage in wrong):
         return []
-    return [one for one in _attributed(evidence) if max(one.stages, default=one.stage or 0) > reached or _whole(one)]
+    return [one for one in _attribute(evidence) if max(one.stages, default=one.stage or 0) > reached or _whole(one)]
 
 
 def _whole(cause: Cause) -> bool:
-    """Whether it is the step's own, and at no stage or parameter alone."""
+    """True if the whole step shows it, not a single stage or parameter."""
     return cause.stage is None and not cause.stages and cause.rank is None and cause.parameter is None
 
 
-def _attributed(evidence: Evidence) -> Sequence[Cause]:
-    """The causes that attribution names."""
+def _attribute(evidence: Evidence) -> Sequence[Cause]:
+    """Causes from attribution."""
     return evidence.attribution.causes if evidence.attribution is not None else ()
 
 
 def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause`` of zeros that came: the messages tell whether they were sent so, where it is known which these were."""
+    """Refine ``cause`` for received zeros: matched messages show if zeros were sent."""
     flow = evidence.passed.get(-1 if cause.stage is None else cause.stage)
     if cause.kind != "uninitialised" or cause.action is None or flow is None:
         return cause
@@ -157,39 +156,43 @@ def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
 
 
 def _or_target(cause: Cause, evidence: Evidence) -> Cause:
-    """A loss that is another though its output is right, or one with another target: nobody sees targets.
-
-    The losses may show whose they are.
-    """
+    """Refine a wrong loss beside a right output: targets are not observed, but losses may identify them."""
     if cause.kind != "computation":
         return cause
     whose = _targets(cause, evidence)
     if not whose:
         return replace(cause, instead=(replace(cause, kind="swapped-data", detail="or its target is not its own"),))
-    told = f"the output of microbatch{'es' * (len(whose) > 1)} {listed(whose)} is right, and the loss is that with"
-    return replace(cause, kind="swapped-data", detail=f"{told} the target of {listed(whose.values())} ({cause.action})")
+    text = (
+        f"the output of microbatch{'es' * (len(whose) > 1)} {join_numbers(whose)} is right, and the loss is that with"
+    )
+    return replace(
+        cause, kind="swapped-data", detail=f"{text} the target of {join_numbers(whose.values())} ({cause.action})"
+    )
 
 
 def _targets(cause: Cause, evidence: Evidence) -> dict[int, int]:
-    """Whose target gives each loss that was seen, with the output of its own microbatch; empty if any tells none."""
+    """By microbatch, whose target gives the observed loss.
+
+    Empty if any loss matches none.
+    """
     every, beside = range(evidence.microbatches), evidence.beside
     if beside is None or cause.stage is None or len(every) * len(cause.microbatches) > MOST:
         return {}
     found: dict[int, int] = {}
     for microbatch in cause.microbatches:
-        seen = _seen_loss(evidence, cause.stage, microbatch)
+        observed = _reported_loss(evidence, cause.stage, microbatch)
         made = {
             other: beside.loss_with(microbatch, beside.batches[other].target) for other in every if other != microbatch
         }
-        like = [other for other, loss in made.items() if seen and loss and scalar_error(seen, loss) < CLOSE]
+        like = [other for other, loss in made.items() if observed and loss and scalar_error(observed, loss) < CLOSE]
         if len(like) != 1:
             return {}
         found[microbatch] = like[0]
     return found
 
 
-def _seen_loss(evidence: Evidence, stage: int, microbatch: int) -> float | None:
-    """A microbatch's loss, as the rank reports it that it was on; None where it reports none."""
+def _reported_loss(evidence: Evidence, stage: int, microbatch: int) -> float | None:
+    """Return a microbatch's loss from its rank's report, or None."""
     rank = evidence.passed[stage].ranks.get(microbatch)
     row = evidence.observed.ranks[evidence.placement[stage] if rank is None else rank][evidence.number]
     share = range(evidence.microbatches) if row.share is None else row.share
@@ -197,25 +200,25 @@ def _seen_loss(evidence: Evidence, stage: int, microbatch: int) -> float | None:
 
 
 def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
-    """A wrong pairing with the orders in which tensors were made and used.
+    """Add the orders of making and use to a wrong pairing.
 
-    Those that were used in the order in which they were made arrived right. Others may as well have come as each other.
+    Tensors used in the order of their making arrived right. Others may have arrived as each other.
     """
     if cause.kind != "mispaired" or cause.stage is None:
         return cause
     backward = cause.in_backward
     sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
-    ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(evidence, stage, kind))}
-    told = "; ".join(f"stage {stage}: {listed(order)}" for stage, order in ran.items())
-    apart = len({*map(tuple, ran.values())}) > 1  # of one order nobody learns anything
-    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if apart else ""
+    ran = {stage: order for stage in (sender, cause.stage) if (order := order_of(evidence, stage, kind))}
+    text = "; ".join(f"stage {stage}: {join_numbers(order)}" for stage, order in ran.items())
+    apart = len({*map(tuple, ran.values())}) > 1  # one order shows nothing
+    words = f"order of {'backwards' if backward else 'forwards'}: {text}" if apart else ""
     found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
     used = _used(evidence, cause.stage, RECEIVED if backward else GIVEN, ran.get(cause.stage, []))
     return found if used and used == ran.get(sender) else or_wrong_message(found)
 
 
 def _used(evidence: Evidence, stage: int, where: str, order: Sequence[int]) -> list[int]:
-    """Whose tensors came in at a stage, in the order in which it used them; empty where that is not known of all."""
+    """List tensor owners at a stage, in order; empty unless all known."""
     found: dict[int, set[int]] = {}
     for one in evidence.observed.crossings(evidence.number):
         if one.action.stage == stage and one.where == where:
@@ -230,35 +233,35 @@ def _used(evidence: Evidence, stage: int, where: str, order: Sequence[int]) -> l
 
 
 def sound(evidence: Evidence) -> RuledOut | None:
-    """What the boundaries rule out: of every stage and microbatch something passed each of them, and all was right."""
+    """Exclude kinds by the boundaries: a tensor of every stage and microbatch crossed each, and all were right."""
     if evidence.members is not None and evidence.members.replicas.count > 1 and evidence.differs("gradient"):
-        return None  # gradients may pass as those of a replica, or as those of all: a factor shows there not at all
+        return None  # gradients may pass as a replica's, or as the sum of all: no factor shows there
     lines = evidence.lines
     if not all(map(_all_right, lines)):
         return None
-    count = sum(len(_judged(line)) for line in lines)
+    count = sum(len(_judged_crossings(line)) for line in lines)
     return RuledOut(("wrong-message",), "every tensor between stages is right, to half of its digits", count)
 
 
-def _judged(evidence: Evidence) -> list[Crossing]:
+def _judged_crossings(evidence: Evidence) -> list[Crossing]:
     return [one for one in evidence.observed.crossings(evidence.number) if one.judged]
 
 
 def _all_right(evidence: Evidence) -> bool:
-    """Whether that is so of one line of ranks."""
-    judged = _judged(evidence)
-    seen = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
+    """True if a line through ranks matches throughout."""
+    judged = _judged_crossings(evidence)
+    observed = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
     last, every = evidence.stages - 1, range(evidence.microbatches)
-    due = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
-    due |= {(stage, m, where) for stage in range(last) for m in every for where in (MADE, RECEIVED)}
-    due |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
-    if evidence.differs("loss"):  # what the last stage puts out may be right only where it was compared
-        due |= {(last, m, MADE) for m in every}
-    return seen >= due and all(one.same for one in judged) and Boundaries(evidence).right
+    expected = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
+    expected |= {(stage, m, where) for stage in range(last) for m in every for where in (MADE, RECEIVED)}
+    expected |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
+    if evidence.differs("loss"):  # the last stage's output counts as right only after a comparison
+        expected |= {(last, m, MADE) for m in every}
+    return observed >= expected and all(one.same for one in judged) and Boundaries(evidence).right
 
 
-def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
-    """What was wrong first at the boundaries, and what nobody could judge before it; empty where all is right."""
+def list_unexplained_passages(evidence: Evidence) -> tuple[str, ...]:
+    """The first wrong tensor at the boundaries, and the first unjudged one; empty if all are right."""
     rank, boundaries = evidence.placement, Boundaries(evidence)
     wrong = [_first_wrong(one, boundaries, rank) for one in boundaries.first_wrong() if boundaries.is_first(one)]
     unjudged = [
@@ -269,9 +272,9 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _inexact(boundaries: Boundaries, rank: Sequence[int]) -> list[str]:
-    """Where bits first differ: what is wrong behind that may be too little to say where it began.
+    """The first difference in bits, as a hint for errors too small to locate.
 
-    Not where ranks add up what each has a part of: there they differ in what is right, too.
+    Not between ranks that add up parts: there right tensors differ, too.
     """
     found = boundaries.first_inexact()
     if found is None or boundaries.in_parts(found.action.stage):
@@ -281,27 +284,27 @@ def _inexact(boundaries: Boundaries, rank: Sequence[int]) -> list[str]:
 
 
 def _first_wrong(root: FirstWrong, boundaries: Boundaries, rank: Sequence[int]) -> str:
-    """Where ``root`` is; between two stages, if what one of them handed on was right."""
+    """Describe where ``root`` lies: between two stages, if the sender's tensor matches."""
     point = root.point
     here = f"rank {rank[point.stage]}, stage {point.stage}"
-    seen = f"{root.crossing.at}: {point.where} is {root.what.text}"
+    observed = f"{root.crossing.at}: {point.where} is {root.what.text}"
     if not boundaries.is_known_before(point):
-        return f"first compared wrong: {here}, {seen}"
+        return f"first compared wrong: {here}, {observed}"
     sender = point.stage + {GIVEN: -1, RECEIVED: 1}.get(point.where, 0)
     between = f"between rank {rank[sender]}, stage {sender} and " if 0 <= sender != point.stage else ""
-    return f"first seen wrong: {between}{here}, {seen}"
+    return f"first observed wrong: {between}{here}, {observed}"
 
 
 def complete(evidence: Evidence) -> Sequence[Cause]:
-    """The causes that final gradients name, where they explain every one of them; else none."""
+    """Return causes from final gradients, if they explain everything."""
     found = evidence.attribution
     return () if found is None or found.unknown else found.causes
 
 
-def informed(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause``, or what final gradients say that it was, where boundaries show no more than that a tensor is another.
+def inform(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause``, or its name from final gradients, if boundaries show only a changed tensor.
 
-    What a stage computed wrongly in a backward shows in the gradients of the one before.
+    A wrong computation in a backward shows in the gradients of the stage before.
     """
     if cause.kind not in _VAGUE or cause.stage is None or not cause.in_backward:
         return cause
@@ -313,7 +316,7 @@ def informed(cause: Cause, evidence: Evidence) -> Cause:
 
 
 def agree(one: Cause, other: Cause) -> bool:
-    """Whether boundaries and final gradients may mean the same by these."""
+    """True if boundaries and final gradients may mean the same by these."""
     alike = one.kind == other.kind or one.kind in _VAGUE or any({one.kind, other.kind} <= group for group in ONE_FAULT)
     apart = None not in (one.stage, other.stage) and one.stage != other.stage
     some = set(one.microbatches), set(other.microbatches)

@@ -1,4 +1,4 @@
-"""The cause that mismatches of one law are, at the ranks and stages of all of them; the order in which a stage ran."""
+"""Build a cause from a law's mismatches, with ranks and stages; look up a stage's order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,15 +10,15 @@ from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.sizes import some
 
 
-def found_of(law: str, evidence: Evidence) -> list[Mismatch]:
-    """The mismatches of ``law`` that rounding does not explain."""
+def mismatches_of(law: str, evidence: Evidence) -> list[Mismatch]:
+    """Return a law's mismatches beyond rounding."""
     return [one for one in evidence.verdict.mismatches if one.law == law and not one.within]
 
 
 def cause_of(
     kind: str, found: Sequence[Mismatch], evidence: Evidence, *, detail: str = "", factor: float | None = None
 ) -> Cause:
-    """A cause where all of ``found`` is: on no rank, and at no stage, in particular where all have it."""
+    """Build a cause at the common place of ``found``: no rank, and no stage, if all have it."""
     stages = sorted({one.stage for one in found if one.stage is not None})
     parameters = {one.parameter for one in found}
     ranks = _ranks(found, stages, evidence)
@@ -30,25 +30,25 @@ def cause_of(
         stage=stages[0] if single else None,
         parameter=found[0].parameter if len(parameters) == 1 else None,
         factor=factor,
-        detail=detail or compared(found),
+        detail=detail or describe_mismatches(found),
         stages=tuple(stages) if 1 < len(stages) < evidence.stages else (),
         ranks=ranks if len(ranks) > 1 else (),
     )
 
 
-def compared(found: Sequence[Mismatch]) -> str:
-    """What the first of ``found`` is and should be, and how many more are wrong."""
+def describe_mismatches(found: Sequence[Mismatch]) -> str:
+    """Describe the first of ``found``, observed and expected, and count the rest."""
     first, more = found[0], len(found) - 1
     name = f"{first.parameter}: " if more and first.parameter is not None else ""
     others = f"; {some(more, 'more place')} {'is' if more == 1 else 'are'} wrong, too" if more else ""
-    return f"{name}{first.seen}, expected {first.expected}{others}"
+    return f"{name}{first.observed_text}, expected {first.expected_text}{others}"
 
 
 def _ranks(found: Sequence[Mismatch], stages: Sequence[int], evidence: Evidence) -> tuple[int, ...]:
-    """The ranks that are wrong; none where all are that hold the ``stages``, or where it is not known.
+    """Return wrong ranks; none if all holders fail, or if unknown.
 
-    Of ranks that hold a stage together, the first is held against the reference and speaks for all; the others are held
-    against the first.
+    Of ranks that hold a stage together, the first is compared with the reference and speaks for all; the others are
+    compared with the first.
     """
     wrong: set[int] = set()
     for one in found:
@@ -60,25 +60,25 @@ def _ranks(found: Sequence[Mismatch], stages: Sequence[int], evidence: Evidence)
     return tuple(sorted(wrong)) if len(wrong) == 1 or not wrong >= every else ()
 
 
-def ordered(evidence: Evidence, stage: int, kind: Kind) -> list[int]:
-    """The microbatches of a stage's forwards or backwards, as they ran; empty where it was not watched."""
+def order_of(evidence: Evidence, stage: int, kind: Kind) -> list[int]:
+    """Microbatches of a stage's forwards or backwards, in order; empty if unwatched."""
     flow = evidence.passed.get(stage)
     return [] if flow is None else [action.microbatch for action in flow.actions if action.kind is kind]
 
 
 def turn_of(evidence: Evidence, action: Action) -> int:
-    """How many actions of its kind its stage ran before ``action``."""
-    order = ordered(evidence, action.stage, action.kind)
+    """Count earlier actions with the same kind and stage."""
+    order = order_of(evidence, action.stage, action.kind)
     return order.index(action.microbatch) if action.microbatch in order else len(order)
 
 
 def or_wrong_message(cause: Cause) -> Cause:
-    """``cause``, or a message that already arrived so: who sees the modules alone does not know which."""
+    """``cause``, or a message that arrived wrong: modules alone do not decide."""
     return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
 
 
 def or_zeros(cause: Cause, *, forward: bool) -> Cause:
-    """``cause`` of what came in as zeros, or that it was zero when it was sent: nobody watches what is sent."""
+    """``cause`` for received zeros, or for sent zeros: sends stay unwatched."""
     if forward:
         other = replace(cause, kind="wrong-message", detail="or zeros are what was sent")
     else:

@@ -1,4 +1,4 @@
-"""The ranks and stages that a cause is of, where several ranks hold what is wrong."""
+"""Ranks and stages of a cause, if several ranks hold the wrong tensors."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from pipeproof.core.tolerance import error
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.members import Place
-from pipeproof.explain.rules.place import ordered
+from pipeproof.explain.rules.place import order_of
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import Gradient
 
@@ -19,12 +19,12 @@ _OF_RANKS = ("not-reduced", "misplaced", "norm", "report", "clip", "update", "st
 
 
 def stages_of(cause: Cause, evidence: Evidence) -> Sequence[int]:
-    """The stages that ``cause`` may be in."""
+    """Return the stages that may contain ``cause``."""
     return cause.stages or (range(evidence.stages) if cause.stage is None else (cause.stage,))
 
 
 def at(cause: Cause, places: Collection[Place], evidence: Evidence) -> Cause:
-    """``cause`` at ``places``; on no rank where that is every rank with these stages."""
+    """Move ``cause`` to ``places``; to no rank if every rank with these stages fails."""
     ranks, stages = (tuple(sorted({place[k] for place in places})) for k in range(2))
     every = {rank for stage in stages for rank in evidence.holders(stage)}
     whole = cause.stage is None and not cause.stages and len(stages) == evidence.stages
@@ -39,8 +39,8 @@ def at(cause: Cause, places: Collection[Place], evidence: Evidence) -> Cause:
     )
 
 
-def placed(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause`` where it can have been made; as it is where its place is known, or nothing tells more of it."""
+def place_cause(cause: Cause, evidence: Evidence) -> Cause:
+    """Move ``cause`` to its possible origin, unless the place seems known, or nothing adds to it."""
     beside = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
     if beside or evidence.differs("initial-weights") or cause.kind in _OF_RANKS or evidence.members is None:
         return cause
@@ -54,27 +54,27 @@ def placed(cause: Cause, evidence: Evidence) -> Cause:
     known = cause.ranks or (stage is not None and cause.rank not in (None, evidence.placement[stage]))
     if stage is None or known or len(evidence.holders(stage)) < 2:
         return cause
-    ran = _ran(cause, stage, evidence)
+    ran = _ranks_of(cause, stage, evidence)
     return replace(cause, rank=min(ran) if len(ran) == 1 else None)
 
 
 def _had_before(cause: Cause, evidence: Evidence) -> set[Place]:
-    """Where something was in ``.grad`` before the step that ``cause`` says so of."""
+    """Places with a nonzero ``.grad`` before the step, for a ``cause`` about it."""
     if evidence.members is None or cause.kind != "stale-gradient" or cause.microbatches:
         return set()
-    return {place for name in _wrong_in(cause, evidence) for place in evidence.members.begun(name)}
+    return {place for name in _wrong_in(cause, evidence) for place in evidence.members.places_begun(name)}
 
 
 def _wrong_in(cause: Cause, evidence: Evidence) -> frozenset[str]:
-    """The parameters with wrong gradients that ``cause`` is of."""
+    """Return parameter names with wrong gradients under ``cause``."""
     stages, wrong = stages_of(cause, evidence), evidence.wrong("gradient", "presence")
     return frozenset(name for stage, name in wrong if stage in stages and cause.parameter in (None, name))
 
 
 def _with_the_same(cause: Cause, evidence: Evidence) -> set[Place]:
-    """Where copies are that have the same wrong gradient, if stages share all that is wrong: none tells whose it is."""
+    """Places of copies with the same wrong gradient, if stages share all wrong parameters: none points to one."""
     members, names = evidence.members, _wrong_in(cause, evidence)
-    known = set() if evidence.due is None else {name for _, name in evidence.due.update.shared}  # each by its share
+    known = set() if evidence.right is None else {name for _, name in evidence.right.update.shared}  # each by its share
     if members is None or cause.stage is None or cause.action is not None or known & names:
         return set()
     found = set[Place]()
@@ -94,7 +94,7 @@ def _same(one: Gradient, other: Gradient) -> bool:
 
 
 def _wrong_parts(cause: Cause, evidence: Evidence) -> set[Place]:
-    """The ranks with the first wrong part of a parameter that they have in parts."""
+    """Ranks with the first wrong part of a parameter in parts."""
     assert evidence.members is not None, "asked for only where there are members"
     every = [one for one in evidence.members.held.get(cause.parameter or "", ()) if one.stage == cause.stage]
     site = cause.stage, cause.parameter
@@ -104,8 +104,8 @@ def _wrong_parts(cause: Cause, evidence: Evidence) -> set[Place]:
     return {(one.rank, one.stage) for one in every if first is not None and one.where == first}
 
 
-def _ran(cause: Cause, stage: int, evidence: Evidence) -> set[int]:
-    """The ranks of ``stage`` that worked on the microbatches of ``cause``; none where one of theirs is not known."""
+def _ranks_of(cause: Cause, stage: int, evidence: Evidence) -> set[int]:
+    """Return the ranks on ``stage`` that worked on the cause's microbatches; none if a rank stays unknown."""
     assert evidence.members is not None, "asked for only where there are members"
     replicas, flow = evidence.members.replicas, evidence.passed.get(stage)
     about = {*(cause.microbatches or range(evidence.microbatches))}
@@ -115,7 +115,7 @@ def _ran(cause: Cause, stage: int, evidence: Evidence) -> set[int]:
 
 
 def _is_first(stage: int, evidence: Evidence) -> bool:
-    """Whether what passes ``stage`` is wrong sooner on this line of ranks than on any other that holds it."""
+    """True if ``stage`` goes wrong earlier on this line through ranks than on any other."""
     own = _wrong_from(stage, evidence)
     return all(_wrong_from(stage, line) > own for line in evidence.lines[1:])
 
@@ -124,10 +124,10 @@ _WHERES = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # as data flows through a st
 
 
 def _wrong_from(stage: int, line: Evidence) -> float:
-    """From where in the flow through ``stage`` on a line of ranks was wrong, or may have been; infinite: nowhere."""
+    """Position in the flow through ``stage`` of a line's first wrong or unknown tensor; infinite without one."""
     flow, every = line.passed.get(stage), [*range(line.microbatches)]
     kinds = (Kind.FORWARD,) if stage in line.frozen else (Kind.FORWARD, Kind.BACKWARD)
-    if flow is None or any(sorted(ordered(line, stage, kind)) != every for kind in kinds):
+    if flow is None or any(sorted(order_of(line, stage, kind)) != every for kind in kinds):
         return -1.0
     wrong = {where for where, _ in flow.unplaced} | {one.where for one in flow.crossings if not one.same}
     return min((float(k) for k, where in enumerate(_WHERES) if where in wrong), default=math.inf)

@@ -1,35 +1,35 @@
-"""A stage that was called as often as it should be, but with one microbatch's tensors in place of another's."""
+"""A stage with the right number of calls, but with a microbatch's tensors in another's place."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.core.observe.recording import GIVEN
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.rules.place import or_wrong_message, ordered
+from pipeproof.explain.rules.place import or_wrong_message, order_of
 from pipeproof.pipeline.action import Kind
 
 _OTHER_TIMES = ("dropped", "doubled")
 
 
-def repeated(evidence: Evidence) -> list[Cause]:
-    """What the first such stage was given, where every stage before it had each microbatch once."""
+def find_repeated(evidence: Evidence) -> list[Cause]:
+    """Find wrong inputs to the first such stage, if every earlier stage had each microbatch once."""
     if not evidence.passed:
         return []
     before: Sequence[int] = range(evidence.microbatches)
     for stage in range(evidence.stages):
-        order = _called(evidence, stage)
+        order = _calls_of(evidence, stage)
         if UNKNOWN_MICROBATCH in order:
-            return []  # nobody knows of which microbatch it had another's tensors
+            return []  # the microbatch with another's tensors is unknown
         if stage in evidence.unseen or sorted(order) == sorted(before):
             before = order or before
             continue
         given = _in_place(order, before)
-        told = stage == 0 or _by_module(evidence, stage)  # what the first is given nobody sends
-        backwards = ordered(evidence, stage, Kind.BACKWARD)
-        if not given or not told or sorted(backwards) not in ([], sorted(order)):  # a trial has no backward
+        sure = stage == 0 or _by_module(evidence, stage)  # no message gives the first its input
+        backwards = order_of(evidence, stage, Kind.BACKWARD)
+        if not given or not sure or sorted(backwards) not in ([], sorted(order)):  # a trial has no backward
             return []
         if not _came(evidence, stage, given.values()):
             return []
@@ -38,7 +38,7 @@ def repeated(evidence: Evidence) -> list[Cause]:
 
 
 def _whole(evidence: Evidence, order: Sequence[int]) -> list[Cause]:
-    """Microbatches that ran with their own targets too: as gradients say, these and no others came twice or never."""
+    """Microbatches that ran with their targets too: gradients show exactly these twice or never."""
     found = evidence.attribution
     if found is None or found.unknown or {cause.kind for cause in found.causes} != {*_OTHER_TIMES}:
         return []
@@ -46,14 +46,15 @@ def _whole(evidence: Evidence, order: Sequence[int]) -> list[Cause]:
     every = Counter(range(evidence.microbatches))
     if (gone, again) != ({*(every - Counter(order))}, {*(Counter(order) - every)}):
         return []
-    ran = f"stage 0 was called with, in this order: {listed(order)}"
+    ran = f"stage 0 was called with, in this order: {join_numbers(order)}"
     return [replace(cause, detail="; ".join(filter(None, (cause.detail, ran)))) for cause in found.causes]
 
 
 def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
-    """For each missing microbatch, the one whose tensors came at its position; empty if it was not so.
+    """Map each missing microbatch to the microbatch in its position; empty without a fit.
 
-    Where from some position on all came some places late, and the one before it until then, that is each from there on.
+    If all came some places late from some position on, and the one before it until then, this covers each from there
+    on.
     """
     if len(order) != len(before):
         return {}
@@ -70,30 +71,30 @@ def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
 
 
 def _by_module(evidence: Evidence, stage: int) -> bool:
-    """Whether what ``stage`` did is known from its module's tensors; a trace has numbers of its own."""
-    return sorted(evidence.observed.forwards(evidence.number)[stage]) == sorted(_called(evidence, stage))
+    """True if the module's tensors identify calls to ``stage``; a trace numbers them differently."""
+    return sorted(evidence.observed.forwards(evidence.number)[stage]) == sorted(_calls_of(evidence, stage))
 
 
 def _came(evidence: Evidence, stage: int, others: Collection[int]) -> bool:
-    """Whether what came in is what it is taken for: a few numbers of a tensor may look like another's by chance."""
+    """True if the inputs match their assumed microbatches: a few numbers of a tensor may match by chance."""
     here = [one for one in evidence.observed.crossings(evidence.number) if one.action.stage == stage]
     return all(one.same for one in here if one.where == GIVEN and one.action.microbatch in others)
 
 
 def _cause(evidence: Evidence, stage: int, given: dict[int, int]) -> Cause:
-    told = ", ".join(f"of microbatch {other} in place of {own}" for own, other in sorted(given.items()))
+    text = ", ".join(f"of microbatch {other} in place of {own}" for own, other in sorted(given.items()))
     first = next(iter(given))  # in the order of the stage before
-    ran = [f"stage {one}: {listed(_called(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
+    ran = [f"stage {one}: {join_numbers(_calls_of(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
     found = Cause(
         "mispaired" if stage else "swapped-data",
         rank=evidence.placement[stage],
         stage=stage,
         microbatches=tuple(sorted(given)),
         action=f"{stage}F{first}",
-        detail=f"its input is that {told} ({stage}F{first}); called with, in this order: {'; '.join(ran)}",
+        detail=f"its input is that {text} ({stage}F{first}); called with, in this order: {'; '.join(ran)}",
     )
     return or_wrong_message(found) if stage else found
 
 
-def _called(evidence: Evidence, stage: int) -> list[int]:
-    return [action.microbatch for action, _ in evidence.observed.called(evidence.number) if action.stage == stage]
+def _calls_of(evidence: Evidence, stage: int) -> list[int]:
+    return [action.microbatch for action, _ in evidence.observed.calls(evidence.number) if action.stage == stage]

@@ -1,29 +1,29 @@
-"""What a step reports: losses and outputs that are others than what it computed, where gradients are right.
+"""A step's reports: wrong losses and outputs beside right gradients.
 
-That gradients are right does not prove that losses and outputs were: what no gradient comes from may be wrong in them.
+Right gradients do not prove the computation of losses and outputs: parts without a gradient may be wrong in them.
 """
 
 from collections.abc import Sequence
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.likeness import Label, Likeness
 from pipeproof.core.observe.observed import RankOperation
 from pipeproof.core.observe.recording import Point
 from pipeproof.core.verdict import Mismatch
-from pipeproof.explain.candidates import Candidate, called, multiples, near, rounded
+from pipeproof.explain.candidates import Candidate, find_candidate, is_near, multiples, round_candidates
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
-from pipeproof.explain.rules.place import found_of
+from pipeproof.explain.rules.place import mismatches_of
 
 _UPSTREAM = ("gradient", "presence", "buffers")
 _UNTOLD = "{0} are wrong and gradients are right: wrong numbers are reported, or the wrong part has no gradient"
 
 
 def report(evidence: Evidence) -> list[Cause]:
-    """Losses that are others of the right ones, or all of them a multiple."""
+    """Find losses from other microbatches, or with a common multiple."""
     found = _losses(evidence)
-    words = _called(found, evidence) if found else ""
+    words = _name_losses(found, evidence) if found else ""
     if not words:
         return []
     ranks = {one.rank for one in found if one.rank is not None}
@@ -36,18 +36,18 @@ def report(evidence: Evidence) -> list[Cause]:
             ranks=tuple(sorted(ranks)) if 1 < len(ranks) < reporting else (),
             microbatches=tuple(microbatches),
             factor=_ratio(found),
-            detail=f"loss {found[0].seen}, expected {found[0].expected}: {words}; gradients are right",
+            detail=f"loss {found[0].observed_text}, expected {found[0].expected_text}: {words}; gradients are right",
         )
     ]
 
 
-def unreported(evidence: Evidence) -> Sequence[str]:
-    """That nothing tells why losses are wrong; empty where none is."""
+def list_unreported(evidence: Evidence) -> Sequence[str]:
+    """Say that wrong losses lack an explanation; empty if losses match."""
     return (_UNTOLD.format("losses"),) if _losses(evidence) else ()
 
 
 def outputs(evidence: Evidence) -> list[Cause]:
-    """Outputs of one name that are those of other microbatches, or their own in a way that is known."""
+    """Find outputs from other microbatches, or with a known change."""
     found = _outputs(evidence)
     if len({(one.rank, one.output) for one in found}) != 1:
         return []
@@ -57,26 +57,26 @@ def outputs(evidence: Evidence) -> list[Cause]:
     if len(words) < len(found) or (len(others) < len(found) and len({*words}) > 1):
         return []
     several = len(others) > 1
-    told = words[0] if len({*words}) == 1 else f"microbatch{'es' * several} {listed(others)}'s"
+    text = words[0] if len({*words}) == 1 else f"microbatch{'es' * several} {join_numbers(others)}'s"
     microbatches = tuple(one.microbatch for one in found if one.microbatch is not None)
-    detail = f"output {found[0].output}: {told}; gradients are right"
+    detail = f"output {found[0].output}: {text}; gradients are right"
     return [Cause("report", rank=found[0].rank, microbatches=microbatches, detail=detail)]
 
 
 def untold(evidence: Evidence) -> Sequence[str]:
-    """That nothing tells why outputs are wrong; empty where none is."""
+    """Say that wrong outputs lack an explanation; empty if outputs match."""
     return (_UNTOLD.format("outputs"),) if _outputs(evidence) else ()
 
 
 def _losses(evidence: Evidence) -> list[Mismatch]:
-    """The losses of microbatches that are wrong where nothing is that they go with; where none is, the totals."""
-    found = found_of("loss", evidence)
+    """Wrong microbatch losses beside right gradients; by default, wrong totals."""
+    found = mismatches_of("loss", evidence)
     found = [one for one in found if one.microbatch is not None] or found
     return [] if any(map(evidence.differs, (*_UPSTREAM, "updated-parameters"))) else found
 
 
-def _called(found: Sequence[Mismatch], evidence: Evidence) -> str:
-    """What the losses that were seen are in terms of the right ones; empty where that does not tell."""
+def _name_losses(found: Sequence[Mismatch], evidence: Evidence) -> str:
+    """Describe the observed losses relative to the right values; empty if nothing matches."""
     ratio, single = _ratio(found), found[0].microbatch is not None
     microbatches = {one.microbatch for one in found}
     if ratio is not None and single and len(microbatches) == evidence.microbatches > 1:
@@ -94,61 +94,61 @@ def _called(found: Sequence[Mismatch], evidence: Evidence) -> str:
 
 
 def _one_called(one: Mismatch, evidence: Evidence) -> str:
-    """What one loss is; empty where it is nothing known."""
-    if not isinstance(one.found, float) or not isinstance(one.due, float):
+    """Identify a loss; empty if nothing matches."""
+    if not isinstance(one.observed, float) or not isinstance(one.expected, float):
         return ""
     right, divisor = evidence.expected.losses, None if evidence.beside is None else evidence.beside.loss.divisor
     rows = _rows(evidence)
     share = [right[m] for m in (rows[one.rank].share if one.rank is not None and rows else None) or ()]
     counts = evidence.microbatches, evidence.ranks, evidence.stages, *(() if divisor is None else (divisor,))
-    own = "each replica reports the mean of its own microbatches; as one number the whole step's is due"
+    own = "each replica reports the mean of its own microbatches; as one number the whole step's is expected"
     candidates = [
         *(Candidate("that of one of the microbatches", loss) for loss in right),
         *(Candidate(own, sum(share) / len(share)) for _ in share[:1] if one.microbatch is None),
-        *rounded(one.due),
-        *multiples(one.due, counts),
+        *round_candidates(one.expected),
+        *multiples(one.expected, counts),
     ]
-    named = called(one.found, candidates)
+    named = find_candidate(one.observed, candidates)
     return named.words if named else ""
 
 
 def _ratio(found: Sequence[Mismatch]) -> float | None:
-    """How many times the right ones all of the losses are."""
+    """The losses' common ratio to the right values."""
     first = found[0].ratio
-    return first if all(near(one.ratio, first) for one in found) else None
+    return first if all(is_near(one.ratio, first) for one in found) else None
 
 
 def _mean_is_right(evidence: Evidence) -> bool:
-    """Whether the ranks of each replica report other numbers for every microbatch, whose mean is the right one."""
+    """True if ranks of each replica report different numbers for every microbatch, with the right mean."""
     reported: dict[tuple[int, int], list[float]] = {}
     replicas = () if evidence.members is None else evidence.members.replicas.of
     for replica, row in zip(replicas, _rows(evidence), strict=False):
         for m, one in zip(row.share or (), row.losses, strict=False):
             reported.setdefault((replica, m), []).append(one)
     right = evidence.expected.losses
-    means = [len(ones) > 1 and near(sum(ones) / len(ones), right[m]) for (_, m), ones in reported.items()]
+    means = [len(ones) > 1 and is_near(sum(ones) / len(ones), right[m]) for (_, m), ones in reported.items()]
     return bool(means) and all(means)
 
 
 def _rows(evidence: Evidence) -> list[RankOperation]:
-    """What each rank did in the operation."""
-    return [] if evidence.seen is None else [row[evidence.number] for row in evidence.seen.ranks]
+    """Each rank's share in the operation."""
+    return [] if evidence.run is None else [row[evidence.number] for row in evidence.run.ranks]
 
 
 def _outputs(evidence: Evidence) -> list[Mismatch]:
-    """The outputs that are wrong where nothing is that they are made of."""
+    """Wrong outputs, if all their sources are right."""
     upstream = any(map(evidence.differs, (*_UPSTREAM, "loss", "boundaries")))
-    return [] if upstream else found_of("outputs", evidence)
+    return [] if upstream else mismatches_of("outputs", evidence)
 
 
 def _likeness(one: Mismatch, evidence: Evidence) -> Likeness | None:
-    """What an output is in place of what it should be; None where it was not handed back."""
+    """Identify a wrong output; None if missing."""
     if one.rank is None or one.microbatch is None or one.output is None:
         return None
     own = evidence.observed.ranks[one.rank][evidence.number]
     share = list(range(evidence.microbatches) if own.share is None else own.share)
-    due = [made.outputs[one.output].cpu() for made in evidence.expected.contributions]
-    labels = [Label(Point(evidence.stages - 1, m, one.output)) for m in range(len(due))]
-    seen = own.outputs[one.output][share.index(one.microbatch)].to(due[one.microbatch])  # in one type
-    known, at = Known(zip(labels, due, strict=True)), labels[one.microbatch]
-    return likeness(seen, due[one.microbatch], at, known=known, limit=one.limit or 0.0)
+    expected = [made.outputs[one.output].cpu() for made in evidence.expected.contributions]
+    labels = [Label(Point(evidence.stages - 1, m, one.output)) for m in range(len(expected))]
+    observed = own.outputs[one.output][share.index(one.microbatch)].to(expected[one.microbatch])  # in one type
+    known, at = Known(zip(labels, expected, strict=True)), labels[one.microbatch]
+    return likeness(observed, expected[one.microbatch], at, known=known, limit=one.limit or 0.0)

@@ -1,7 +1,7 @@
-"""What is wrong between ranks that have a stage in common, or a copy of one parameter.
+"""Faults between ranks that share a stage, or copies by parameter.
 
-What each rank has of a parameter is held against what the microbatches give there. How often each microbatch is in it,
-rank by rank, tells the fault: a reduction that was left out, a fault of one rank alone, or parts that were exchanged.
+Each rank's gradient is compared with the microbatches' contributions. Counts of each microbatch, rank by rank, identify
+the fault: a missing reduction, a fault of one rank alone, or exchanged parts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +10,7 @@ from itertools import permutations
 
 import torch
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error
 from pipeproof.explain.copies import Copy, Makeup
@@ -25,43 +25,43 @@ from pipeproof.pipeline.sizes import first_few
 Found = dict[Cause, list[str]]  # the parameters that show a cause
 
 
-def shared(evidence: Evidence) -> list[Cause]:
-    """The causes of what is wrong between ranks."""
+def explain_shared(evidence: Evidence) -> list[Cause]:
+    """Find causes between ranks."""
     members = evidence.members
     if members is None or not _is_between_ranks(evidence, members):
         return []
     made = evidence.makeups
     wrong = {name: one for name, one in made.items() if not one.right}
-    found = _not_reduced(wrong, evidence, members) or _of_ranks(wrong, evidence) or _misplaced(wrong, evidence)
+    found = _not_reduced(wrong, evidence, members) or _of_ranks(wrong, evidence) or _find_misplaced(wrong, evidence)
     causes = [_with_names(cause, names, made) for cause, names in found.items()]
     return causes or other_forward(evidence)
 
 
-def apart(evidence: Evidence) -> Sequence[str]:
-    """That ranks do not agree, and nothing says why, or that their parts make up no whole; empty where they do."""
+def list_apart(evidence: Evidence) -> Sequence[str]:
+    """Describe ranks that disagree without an explanation, or parts without a whole; empty if they agree."""
     broken = next((one for one in evidence.verdict.mismatches if one.law == "shards"), None)
     if broken is not None:
         cure = "hand back every element once, each with its place in the whole"
-        return (f"shards of {broken.parameter}: {broken.seen}: {cure}",)
+        return (f"shards of {broken.parameter}: {broken.observed_text}: {cure}",)
     if not evidence.differs("replicas") and not (evidence.differs("gradient") and evidence.shards_apart):
         return ()
-    told = "gradients differ between ranks that share parameters, and no known fault explains how"
-    return (*first_of_backward(evidence), told)
+    text = "gradients differ between ranks that share parameters, and no known fault explains how"
+    return (*first_of_backward(evidence), text)
 
 
 def _is_between_ranks(evidence: Evidence, members: Members) -> bool:
-    """Whether copies differ, or shards and copies in other stages may: what a loss follows is no matter of these."""
-    if evidence.due is None or evidence.differs("replicas"):
-        return evidence.due is not None
-    known = {name for _, name in evidence.due.update.shared}  # by each stage's share
+    """True if copies differ, or shards and copies in other stages may: then losses are unaffected."""
+    if evidence.right is None or evidence.differs("replicas"):
+        return evidence.right is not None
+    known = {name for _, name in evidence.right.update.shared}  # by each stage's share
     tied = any(len({one.stage for one in every}) > 1 for name, every in members.held.items() if name not in known)
     behind = any(map(evidence.differs, ("loss", "presence")))
     return evidence.differs("gradient") and (members.in_shards or tied) and not behind
 
 
 def _with_names(cause: Cause, names: Sequence[str], made: Mapping[str, Makeup]) -> Cause:
-    """``cause`` of the parameters ``names``: of none by name where it is of all of its stage."""
-    sizes = {name: max(float(copy.seen.norm()) for copy in one.copies) for name, one in made.items()}
+    """Add the parameters ``names`` to ``cause``; none by name for a whole stage."""
+    sizes = {name: max(float(copy.observed.norm()) for copy in one.copies) for name, one in made.items()}
     own = [name for name, one in made.items() if any(copy.stage == cause.stage for copy in one.copies)]
     faint = CLOSE * max(sizes.values())
     if own and all(name in names or sizes[name] < faint for name in own):
@@ -71,23 +71,23 @@ def _with_names(cause: Cause, names: Sequence[str], made: Mapping[str, Makeup]) 
 
 
 def _not_reduced(wrong: Mapping[str, Makeup], evidence: Evidence, members: Members) -> Found:
-    """Copies that have the microbatches of their own ranks, or parts of a sum, and not those of others."""
+    """Find copies with their rank's microbatches, or partial sums, without other ranks'."""
     found, parts = Found(), set[str]()
     for name, made in wrong.items():
         odd = {(copy.rank, copy.stage): copy for copy in made.copies if not copy.right}
-        told = _lacking(made, members.replicas)
+        detail = _lacking(made, members.replicas)
         kinds: Sequence[str] = ("not-reduced",)
-        if not told:
-            kinds, told = _unsummed(made.copies, members.replicas)
+        if not detail:
+            kinds, detail = _find_unsummed(made.copies, members.replicas)
             parts.add(name)
         for kind in kinds:
-            cause = Cause(kind, stage=None if kind == "tied-not-summed" else min(odd)[1], detail=told)
+            cause = Cause(kind, stage=None if kind == "tied-not-summed" else min(odd)[1], detail=detail)
             found.setdefault(cause if cause.stage is None else at(cause, odd, evidence), []).append(name)
     return _first_of_flow(found, parts, evidence)
 
 
 def _lacking(made: Makeup, replicas: Replicas) -> str:
-    """Which rank lacks which microbatches of others, in words; empty where more than that is between them."""
+    """Say which rank lacks which microbatches; empty if copies differ in more."""
     odd = [(copy.rank, counts) for copy, counts in zip(made.copies, made.counts, strict=True) if not copy.right]
     if any(counts is None or len(counts) < replicas.microbatches for _, counts in odd):
         return ""
@@ -111,13 +111,13 @@ def _lacking(made: Makeup, replicas: Replicas) -> str:
 
 
 def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {listed(sorted(ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {join_numbers(sorted(ranks))}"
 
 
-def _unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[str, ...], str]:
-    """The kinds of a sum that was left out, and what adds up to what is due, in words.
+def _find_unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[str, ...], str]:
+    """Kinds for a missing sum, and the parts that add up to the expected value, in words.
 
-    Along which axis copies differ tells the kind: each stage has its own, or ranks of one stage have.
+    The axis along which copies differ determines the kind: each stage has its own, or ranks of one stage have.
     """
     regions = {copy.where: [one for one in copies if one.where == copy.where] for copy in copies}
     each = [_groups(region) for region in regions.values()]
@@ -130,19 +130,19 @@ def _unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[str, ..
     ranks = [sorted({copy.rank for copy in group}) for group in groups]
     what = {1: "the sum", len(each[0]): "the mean"}.get(divisor, f"1/{divisor} of the sum")
     single = all(len(some) == 1 for some in ranks)
-    told = _ranks({copy.rank for copy in copies}) if single else " and ".join(map(_ranks, sorted(ranks)))
-    told = f"{told} each keep their own part: {what} of these is expected"
+    text = _ranks({copy.rank for copy in copies}) if single else " and ".join(map(_ranks, sorted(ranks)))
+    text = f"{text} each keep their own part: {what} of these is expected"
     held = [{copy.stage for copy in group} for group in groups]
     if len(stages) > 1 and sum(map(len, held)) == len(stages):
-        return ("tied-not-summed",), told
-    return (("not-reduced",) if all(one == stages for one in held) else ("tied-not-summed", "not-reduced")), told
+        return ("tied-not-summed",), text
+    return (("not-reduced",) if all(one == stages for one in held) else ("tied-not-summed", "not-reduced")), text
 
 
 def _groups(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """``copies``, those together that are the same."""
+    """Group equal ``copies``."""
     groups: list[list[Copy]] = []
     for copy in copies:
-        same = next((group for group in groups if torch.equal(group[0].seen, copy.seen)), None)
+        same = next((group for group in groups if torch.equal(group[0].observed, copy.observed)), None)
         if same is None:
             groups.append([copy])
         else:
@@ -151,20 +151,20 @@ def _groups(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _add_up(groups: Sequence[Sequence[Copy]], divisor: int) -> bool:
-    """Whether what the groups have adds up to what is due, and none of them has that already, or nothing."""
-    parts, due = [group[0].seen for group in groups], groups[0][0].due
-    room = max(groups[0][0].loose * float(due.norm()), CLOSE * max(float(part.norm()) for part in parts))
-    far = [float((part - due).norm()) for part in (*parts, torch.stack(parts).sum(dim=0) / max(1, divisor))]
+    """True if the groups sum to the expected value, and each group alone differs from it and from zero."""
+    parts, expected = [group[0].observed for group in groups], groups[0][0].expected
+    room = max(groups[0][0].loose * float(expected.norm()), CLOSE * max(float(part.norm()) for part in parts))
+    far = [float((part - expected).norm()) for part in (*parts, torch.stack(parts).sum(dim=0) / max(1, divisor))]
     return len(parts) > 1 and all(part.any() for part in parts) and far.pop() <= room < min(far)
 
 
 def _first_of_flow(found: Found, parts: set[str], evidence: Evidence) -> Found:
-    """``found``; where other gradients of a stage are wrong, of ``parts`` of sums what the backward comes to first.
+    """Restrict ``found`` to the first partial sum in backward order, if other gradients on the stage differ.
 
-    What is wrong of parameters used before may follow; where others are used after these, they may follow themselves.
+    Errors in parameters used before may follow; if others are used after these, they may follow themselves.
     """
-    used, told, kept = evidence.used, {name for names in found.values() for name in names}, Found()
-    wrong = [site for site in evidence.wrong("gradient", "presence", "replicas") if site[1] not in told]
+    used, named, kept = evidence.used, {name for names in found.values() for name in names}, Found()
+    wrong = [site for site in evidence.wrong("gradient", "presence", "replicas") if site[1] not in named]
     for cause, names in found.items():
         open_ = [name for stage, name in wrong if stage == cause.stage]
         if not parts.issuperset(names) or not open_:
@@ -178,7 +178,7 @@ def _first_of_flow(found: Found, parts: set[str], evidence: Evidence) -> Found:
 
 
 def _or_of_the_next(cause: Cause, names: Collection[str], evidence: Evidence) -> Cause:
-    """``cause``, or parts that the next stage handed back: where all of a stage is wrong, gradients do not tell."""
+    """``cause``, or parts handed back by the next stage: with a whole stage wrong, gradients do not decide."""
     own = {name for stage, name in evidence.expected.gradients if stage == cause.stage}
     reached = max((stage for stage, _ in evidence.wrong("gradient", "presence", "replicas")), default=0)
     if cause.stage != reached or reached + 1 == evidence.stages or not own <= {*names}:
@@ -188,17 +188,17 @@ def _or_of_the_next(cause: Cause, names: Collection[str], evidence: Evidence) ->
 
 
 def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
-    """The faults of single ranks, where copies or shards are not made alike and it is known what each is made of."""
+    """Faults of single ranks, if copies or shards differ and all their counts are known."""
     known = all(count is not None for made in wrong.values() for count in made.counts)
     alike = all(made.alike for made in wrong.values())
     sites = evidence.wrong("gradient", "presence", "replicas")
     if not known or alike or evidence.alike or evidence.left_out or any(name not in wrong for _, name in sites):
         return {}
-    assert evidence.due is not None, "asked for only where it is known what is due"
+    assert evidence.right is not None, "asked for only where it is known what is expected"
     places: dict[tuple[str, Cause], set[tuple[int, int]]] = {}
     for name, made in wrong.items():
         for copy, counts in zip(made.copies, made.counts, strict=True):
-            for fault in faults_in_counts(evidence.due.update, dict(enumerate(counts or ())), ALIKE):
+            for fault in faults_in_counts(evidence.right.update, dict(enumerate(counts or ())), ALIKE):
                 of, factor = fault.microbatches, fault.factor
                 cause = Cause(fault.kind, stage=copy.stage, microbatches=of, factor=factor, detail=fault.detail)
                 places.setdefault((name, cause), set()).add((copy.rank, copy.stage))
@@ -208,8 +208,8 @@ def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
     return found
 
 
-def _misplaced(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
-    """Shards that are what belongs in the place of another."""
+def _find_misplaced(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
+    """Shards equal to the expected shard of another rank."""
     found = Found()
     for name, made in wrong.items():
         for one, other in permutations(made.copies, 2):
@@ -220,5 +220,5 @@ def _misplaced(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
 
 
 def _is(one: Copy, other: Copy) -> bool:
-    """Whether ``one`` is what is due in the place of ``other``."""
-    return one.seen.shape == other.due.shape and error(one.seen, other.due) < ALIKE
+    """True if ``one`` equals the tensor expected from ``other``."""
+    return one.observed.shape == other.expected.shape and error(one.observed, other.expected) < ALIKE

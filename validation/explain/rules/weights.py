@@ -1,11 +1,11 @@
-"""Weights that are not the model's as an operation begins, and weights or tensors of an operation before."""
+"""Wrong weights at the start of an operation, and weights or tensors from an operation before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeproof.core.cause import Cause, listed
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.likeness import PARAMETER, Label, Likeness
 from pipeproof.core.observe.recording import Point, Site
 from pipeproof.core.old_weights import find_old_weights
@@ -15,26 +15,26 @@ from pipeproof.explain.evidence import Evidence, RightOperation
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
 from pipeproof.explain.limits import HALF, MANY
-from pipeproof.explain.rules.place import cause_of, found_of
+from pipeproof.explain.rules.place import cause_of, mismatches_of
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an operation began with, as ``observed``, where that is not ``due``: it is ``found`` there.
+    """Initial weights of an operation, ``observed`` and ``expected``, with the mismatches ``found``.
 
-    ``earlier``: what the operations before it began with, the latest first.
+    ``earlier``: initial weights of operations before, latest first.
     """
 
     found: Sequence[Mismatch]
     observed: Mapping[Site, Tensor]
-    due: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor]
     earlier: Sequence[Mapping[str, Tensor]]
 
 
 def weights(evidence: Evidence) -> list[Cause]:
-    """Parameters that a stage began with and that are not the model's."""
-    start = _played(evidence) if evidence.due is None else _beside(evidence, evidence.due)
-    named = None if start is None else _named(start)
+    """Find wrong initial parameters on a stage."""
+    start = _start_of_play(evidence) if evidence.right is None else _start_beside(evidence, evidence.right)
+    named = None if start is None else _name_weights(start)
     if start is None or named is None:
         return []
     (_, name), (kind, words) = _largest(start), named
@@ -45,31 +45,30 @@ def weights(evidence: Evidence) -> list[Cause]:
 
 
 def other_weights(evidence: Evidence) -> Sequence[str]:
-    """That a stage began with other parameters, and nothing says with which; empty where it did not."""
-    told = "the weights differ before the step, in a way that tells nothing"
-    return (told,) if evidence.differs("initial-weights") else ()
+    """Say that wrong initial parameters lack an explanation; empty if right."""
+    text = "the weights differ before the step, and no known fault explains how"
+    return (text,) if evidence.differs("initial-weights") else ()
 
 
 def stale(evidence: Evidence) -> list[Cause]:
-    """The first stage that was given tensors of an operation before in place of its own."""
+    """Find the first stage that received an earlier operation's tensors."""
     if not evidence.stale:
         return []
     first = min(evidence.stale, key=lambda one: (one.stage, one.operation))
     found = [one for one in evidence.stale if (one.stage, one.operation) == (first.stage, first.operation)]
-    given = listed(one.microbatch for one in found)
-    detail = (
-        f"at calls {listed(one.call for one in found)}: what microbatches {given} of operation {first.operation} had"
-    )
+    given = join_numbers(one.microbatch for one in found)
+    calls = join_numbers(one.call for one in found)
+    detail = f"at calls {calls}: what microbatches {given} of operation {first.operation} had"
     return [Cause("stale-tensor", rank=evidence.placement[first.stage], stage=first.stage, detail=detail)]
 
 
 def old_weights(evidence: Evidence) -> list[Cause]:
-    """The stages that computed with the weights of an operation before."""
+    """Find stages that computed with an earlier operation's weights."""
     found = find_old_weights(evidence)
     if found is None:
         return []
     when = f"operation {found.operation}" if found.operation else "the last checked step that was bit for bit"
-    detail = f"computed with the weights that {when} began with: with these the reference gives all that was seen"
+    detail = f"computed with the weights that {when} began with: with these the reference gives all that was observed"
     whole = len(found.stages) == evidence.stages > 1
     ranks = {evidence.placement[stage] for stage in found.stages}
     return [
@@ -83,49 +82,53 @@ def old_weights(evidence: Evidence) -> list[Cause]:
     ]
 
 
-def _beside(evidence: Evidence, due: RightOperation) -> Start | None:
-    """What the law holds to be wrong, as any rank has it."""
-    found, observed = found_of("initial-weights", evidence), dict[Site, Tensor]()
+def _start_beside(evidence: Evidence, expected: RightOperation) -> Start | None:
+    """Collect wrong initial weights from the law's mismatches."""
+    found, observed = mismatches_of("initial-weights", evidence), dict[Site, Tensor]()
     wrong = {(one.rank, one.stage, one.parameter) for one in found}
-    for rank, row in enumerate(() if evidence.seen is None else evidence.seen.ranks):
+    for rank, row in enumerate(() if evidence.run is None else evidence.run.ranks):
         for site, value in (row[evidence.number].before or {}).items():
             observed |= {site: value} if (rank, *site) in wrong else {}
     for stage in () if evidence.members is None else evidence.members.stages:
         for rank, part in stage.part.members:
             own = {(stage.index, stage.names[k]): value for k, value in part.values.items() if k in stage.names}
             observed |= {site: value for site, value in own.items() if (rank, *site) in wrong}
-    return Start(found, observed, due.weights, evidence.earlier_weights) if observed else None
+    return Start(found, observed, expected.weights, evidence.earlier_weights) if observed else None
 
 
-def _played(evidence: Evidence) -> Start | None:
-    """The first operation concerned that began with other weights than the reference's."""
+def _start_of_play(evidence: Evidence) -> Start | None:
+    """Find the first operation concerned that began with wrong weights."""
     for number in evidence.concerned:
         recording, models = evidence.observed.recording(number), [one.model for one in evidence.played[number::-1]]
-        due, *earlier = ({k: v.detach() for k, v in one.named_parameters(remove_duplicate=False)} for one in models)
+        expected, *earlier = (
+            {k: v.detach() for k, v in one.named_parameters(remove_duplicate=False)} for one in models
+        )
         limit = evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
         began = {} if recording is None else recording.parameters
-        wrong = {site: one for site, one in sorted(began.items()) if not agrees(one.cpu(), due[site[1]].cpu(), limit)}
+        wrong = {
+            site: one for site, one in sorted(began.items()) if not agrees(one.cpu(), expected[site[1]].cpu(), limit)
+        }
         at = [(stage, name, evidence.placement[stage]) for stage, name in wrong]
         found = [Mismatch("initial-weights", number + 1, rank=r, stage=s, parameter=name) for s, name, r in at]
         if found:
-            return Start(found, wrong, due, earlier)
+            return Start(found, wrong, expected, earlier)
     return None
 
 
 def _largest(start: Start) -> Site:
-    """The largest of the wrong parameters, which says what they are."""
+    """The largest wrong parameter: the clearest evidence."""
     return max(start.observed, key=lambda one: (start.observed[one].numel(), *one))
 
 
-def _named(start: Start) -> tuple[str, str] | None:
-    """The kind of cause that gives weights what they are, and that in words; None where they are too short to tell."""
+def _name_weights(start: Start) -> tuple[str, str] | None:
+    """Name the cause behind the weights, in words; None if they are too short."""
     site = _largest(start)
-    at, seen, due = _label(site), start.observed[site].cpu(), start.due[site[1]].cpu()
-    # Norms and biases begin alike in every layer: they are nobody's in particular.
-    drawn = {name: one.cpu() for name, one in start.due.items() if one.numel() > 1 and one.std() > 0}
+    at, observed, expected = _label(site), start.observed[site].cpu(), start.expected[site[1]].cpu()
+    # Norms and biases begin alike in every layer: they identify none.
+    drawn = {name: one.cpu() for name, one in start.expected.items() if one.numel() > 1 and one.std() > 0}
     others = [(_label((site[0], name)), one) for name, one in drawn.items() if name != site[1]]
     old = [(_label(site, ago), one[site[1]].cpu()) for ago, one in enumerate(start.earlier, 1) if site[1] in one]
-    found = likeness(seen, due, at, known=Known([*others, *old]), limit=0.0)
+    found = likeness(observed, expected, at, known=Known([*others, *old]), limit=0.0)
     if found is None:
         return None
     if found.kind == "other" and found.label is not None:
@@ -139,7 +142,7 @@ def _named(start: Start) -> tuple[str, str] | None:
 
 
 def _others(found: Likeness, label: Label) -> tuple[str, str]:
-    """The kind of cause where a parameter, or a part of one, is that of ``label``."""
+    """Name the cause for a parameter, or a part, equal to the labelled tensor."""
     if label.ago:
         return "stale-tensor", "those of an earlier operation"
     if found.part is not None or label == found.at:

@@ -1,1 +1,1 @@
-"""Verdicts as pages: one file of HTML each, which needs no network."""
+"""Verdicts as pages: one HTML file each, without network access."""

@@ -1,4 +1,4 @@
-"""A verdict, or many, as one file of HTML: what is wrong, where, what to do next, and the numbers behind that."""
+"""Verdicts as an HTML file: the fault, its place, the next step, and the numbers behind it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from pipeproof.core.verdict import SCHEMA, Verdict
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import SAID, Grid
-from pipeproof.reports.template import rendered
+from pipeproof.reports.template import render
 
 Configs = Sequence[tuple[str, object, object]]
 Rows = Sequence[tuple[str, str]]
 
 
 def page(verdict: Verdict, *, configs: Configs = (), why: Rows = ()) -> str:
-    """The page of one verdict.
+    """Render a verdict's page.
 
-    configs: what is different in the configs of two runs, by name. why: the reason of what differs, each part with its
+    configs: differing fields in two runs' configs, by name. why: the reason for the difference, each part with its
     name.
     """
     rows = [[str(part) or "-" for part in row] for row in configs]
@@ -28,21 +28,21 @@ def page(verdict: Verdict, *, configs: Configs = (), why: Rows = ()) -> str:
 
 
 def _whole(template: str, title: str, verdicts: Mapping[int, Verdict], **more: object) -> str:
-    """A page of ``template`` in which ``verdicts`` are shown whole; its script is told what their cells say."""
+    """Render ``template`` with whole ``verdicts``; its script gets the texts of their cells."""
     cells: list[object] = []
     shown: dict[int, tuple[Verdict, Grid | None]] = {}
     for k, verdict in verdicts.items():
         ran = verdict.measured.ran
         grid = None if ran is None else Grid(verdict, ran, len(cells))
-        cells += [] if grid is None else [cell.told for cell in grid.cells]
+        cells += [] if grid is None else [cell.details for cell in grid.cells]
         shown[k] = (verdict, grid)
     known = {"sections": sections, "versions": versions(), "schema": SCHEMA, "kinds": KINDS}
-    return rendered(template, title=title, told={"cells": cells, "said": SAID}, whole=shown, **known, **more)
+    return render(template, title=title, data={"cells": cells, "said": SAID}, whole=shown, **known, **more)
 
 
 @dataclass(frozen=True)
 class CampaignRow:
-    """One case of a campaign; ``outcome`` is what it says of that, and ``note`` which kind of case it is."""
+    """A campaign's case: ``outcome`` for the campaign, and ``note`` on the kind."""
 
     verdict: Verdict
     outcome: str
@@ -50,24 +50,24 @@ class CampaignRow:
 
     @property
     def word(self) -> str:
-        """The outcome as a reader meets it."""
-        return self.verdict.word if self.outcome == self.verdict.verdict else self.outcome
+        """The outcome for readers."""
+        return self.verdict.word if self.outcome == self.verdict.outcome else self.outcome
 
     @property
     def closeness(self) -> float | None:
-        """The largest error in floors of its law; None where all agree bit for bit."""
+        """The largest error in floors of its law; None if all agree bit for bit."""
         found = [law.worst / law.floor for law in self.verdict.laws if law.worst and law.floor]
         return max(found, default=None)
 
 
 def campaign(entries: Sequence[CampaignRow], *, said: str, left_out: Mapping[str, str]) -> str:
-    """The page of ``entries``; of one, its own. ``said`` sums them up, ``left_out`` says what did not run, and why."""
-    if len(entries) == 1 and not left_out and entries[0].outcome == entries[0].verdict.verdict:
+    """Render the page for ``entries``; a single entry gets a page alone. ``said``: a summary; ``left_out``: reasons."""
+    if len(entries) == 1 and not left_out and entries[0].outcome == entries[0].verdict.outcome:
         return page(entries[0].verdict)
     counts = Counter(entry.outcome for entry in entries)
     outcome = next((one for one in ("fail", "unknown") if counts[one]), "pass" if entries else "unknown")
     wrong = [(k, entry.verdict) for k, entry in enumerate(entries) if entry.outcome != "pass"]
-    near = [one for one in entries if one.closeness and one.verdict.verdict == "pass"]
+    near = [one for one in entries if one.closeness and one.verdict.outcome == "pass"]
     return _whole(
         "campaign.html",
         f"{outcome.title()}: {said}",
@@ -85,10 +85,10 @@ def campaign(entries: Sequence[CampaignRow], *, said: str, left_out: Mapping[str
 def _sentence(entries: Sequence[CampaignRow], counts: Counter[str], missing: int) -> str:
     total = counts.total()
     if counts["pass"] == total and total and not missing:
-        agree = sum(entry.verdict.verdict == "pass" for entry in entries)
+        agree = sum(entry.verdict.outcome == "pass" for entry in entries)
         caught = ", and the planted fault is caught" if agree < total else ""
         many = "The case agrees" if agree == 1 else f"All {agree} cases agree"
         return f"{many} with the reference{caught}."
     parts = [f"{counts['fail']} wrong", f"{counts['unknown']} without a verdict", f"{counts['pass']} right"]
-    told = ", ".join(part for part in parts if part[0] != "0") or "nothing"
-    return f"Of {some(total, 'case')}: {told}." + (f" {missing} did not run." if missing else "")
+    text = ", ".join(part for part in parts if part[0] != "0") or "nothing"
+    return f"Of {some(total, 'case')}: {text}." + (f" {missing} did not run." if missing else "")

@@ -1,4 +1,4 @@
-"""What the parts of a verdict's page show, made of the verdict's own values; ``templates/verdict.html`` lays it out."""
+"""Parts of a verdict's page, from the verdict's own values; ``templates/verdict.html`` lays them out."""
 
 import math
 from collections import defaultdict
@@ -13,19 +13,19 @@ from pipeproof.reports.columns import ROWS
 
 
 def opening(verdict: Verdict) -> str:
-    """What was found, in the sentence that a page begins with."""
-    told = sentence(verdict)
-    if verdict.verdict == "pass":
+    """The opening sentence of a page."""
+    text = sentence(verdict)
+    if verdict.outcome == "pass":
         count, exact = sum(law.checked for law in verdict.laws), sum(law.exact for law in verdict.laws)
         rest = f"{exact} of them bit for bit, the others to the rounding of {verdict.tier}"
-        told = f"all {count} comparisons agree, {'bit for bit' if count == exact else rest}"
+        text = f"all {count} comparisons agree, {'bit for bit' if count == exact else rest}"
     elif verdict.word == "different":
-        told = f"the two runs differ: {told}"
-    return f"{told[:1].upper()}{told[1:]}."
+        text = f"the two runs differ: {text}"
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def closest(verdict: Verdict) -> str:
-    """Which comparison came nearest to what rounding allows; empty where all agree bit for bit, or nothing was."""
+    """The comparison closest to its rounding limit; empty if all agree bit for bit, or without any."""
     near = [(one.error / one.limit, one) for one in verdict.measured.compared if one.limit and one.error]
     if not near:
         return ""
@@ -35,25 +35,25 @@ def closest(verdict: Verdict) -> str:
 
 
 def losses(verdict: Verdict) -> Iterator[tuple[str, Compared, str]]:
-    """By microbatch, those that are alike once, with their ranks; the loss of all microbatches comes last."""
+    """Losses by microbatch, equal ones once, with their ranks; the total comes last."""
     alike: dict[tuple[float, float | None], list[Compared]] = defaultdict(list)
     for one in verdict.measured.of("loss"):
-        alike[math.inf if one.microbatch is None else one.microbatch, one.found].append(one)
+        alike[math.inf if one.microbatch is None else one.microbatch, one.observed].append(one)
     for (microbatch, _), found in sorted(alike.items(), key=lambda item: item[0][0]):
         ranks = sorted({each.rank for each in found if each.rank is not None})
         run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
-        told = f"{ranks[0]} to {ranks[-1]}" if run else ", ".join(map(str, ranks)) or "-"
-        yield "all" if microbatch == math.inf else str(microbatch), found[0], told
+        text = f"{ranks[0]} to {ranks[-1]}" if run else ", ".join(map(str, ranks)) or "-"
+        yield "all" if microbatch == math.inf else str(microbatch), found[0], text
 
 
 def gradients(verdict: Verdict) -> Sequence[Compared]:
-    """Every gradient that was compared, the farthest off first, in what rounding allows."""
+    """Every compared gradient, worst first, in units of rounding."""
     every = verdict.measured.of("gradient")
     return sorted(every, key=lambda one: one.error / one.limit if one.limit else one.error, reverse=True)
 
 
 def strip(verdict: Verdict) -> dict[str, list[tuple[str, str]]] | None:
-    """Powers of ten on a line, as texts and places, and gradients that are not exact, as looks and places."""
+    """Powers of ten on a line, as texts and places, and inexact gradients, as looks and places."""
     far = [(one, decades(one.error, one.limit)) for one in gradients(verdict) if one.error and one.limit]
     if not far:
         return None
@@ -69,9 +69,9 @@ def strip(verdict: Verdict) -> dict[str, list[tuple[str, str]]] | None:
 
 
 def coefficients(verdict: Verdict) -> dict[str, object] | None:
-    """How often each microbatch is in the gradients of each stage, and of parameters, the same ones together.
+    """Counts of each microbatch in each stage's gradients, and in parameters, grouped by equal counts.
 
-    None where the cause is no matter of that.
+    None if the cause does not involve counts.
     """
     if verdict.cells is None:
         return None
@@ -81,12 +81,12 @@ def coefficients(verdict: Verdict) -> dict[str, object] | None:
         columns = [m for m in columns if not all(row[m].right for row in rows)][:ROWS]
     alike: dict[tuple[tuple[Cell, ...], str], list[str]] = defaultdict(list)
     for one in verdict.measured.weights:
-        alike[one.cells, one.seen].append(one.parameter)
+        alike[one.cells, one.observed].append(one.parameter)
     return {"columns": columns, "alike": alike, "left": len(rows[0]) - len(columns)}
 
 
-def missed(verdict: Verdict) -> list[list[LawResult]]:
-    """The laws of which something was not compared, those with the same note together."""
+def laws_missed(verdict: Verdict) -> list[list[LawResult]]:
+    """Laws with omitted comparisons, grouped by note."""
     found: dict[str, list[LawResult]] = defaultdict(list)
     for law in verdict.laws:
         if law.left_out or not law.checked:
@@ -95,6 +95,6 @@ def missed(verdict: Verdict) -> list[list[LawResult]]:
 
 
 def notes(verdict: Verdict) -> Mapping[str, str]:
-    """Why nothing of a law is shown."""
+    """Reasons for laws without results."""
     noted = {law.name: law.note for law in reversed(verdict.laws) if law.note}
     return defaultdict(lambda: "nothing of it was compared", noted)

@@ -13,16 +13,16 @@
   // What a cell says of the tensors of its action.
   const tell = (cell) => {
     const [action, head, state, through, tensors] = data.cells[cell.dataset.k];
-    const told = cell.closest("section").querySelector(".told");
-    told.replaceChildren();
+    const details = cell.closest("section").querySelector(".details");
+    details.replaceChildren();
     for (const arrow of cell.closest(".grid").querySelectorAll(".arrows path[data-to]")) {
       arrow.classList.toggle("shown", arrow.dataset.to === cell.dataset.k);
     }
-    element("h3", `${action}: ${data.said[state]}`, told);
-    element("p", head + (through ? `: ${through}` : ""), told).className = "quiet";
+    element("h3", `${action}: ${data.said[state]}`, details);
+    element("p", head + (through ? `: ${through}` : ""), details).className = "quiet";
     if (!tensors.length) return;
-    const table = element("table", "", told), top = element("tr", "", element("thead", "", table));
-    for (const name of ["tensor", "seen", "expected", "error", "rounding allows"]) element("th", name, top).scope = "col";
+    const table = element("table", "", details), top = element("tr", "", element("thead", "", table));
+    for (const name of ["tensor", "observed", "expected", "error", "rounding allows"]) element("th", name, top).scope = "col";
     const body = element("tbody", "", table);
     for (const one of tensors) {
       const row = element("tr", "", body);

@@ -1,8 +1,8 @@
-"""Adapters of frameworks: where the losses, gradients, norm and names of a framework's step are, and what it claims.
+"""Adapters of frameworks: access to a step's losses, gradients, norm and names, and its claims.
 
 A framework's users say ``pipeproof.megatron.validate`` and so on. Each framework's module has the same names:
-``validate`` runs a step on ranks of pipeproof's, which trains inside ``observed``; ``check_step`` and ``record_step``
-go around one of a running job; ``imports`` goes around what imports the framework, which then runs without a GPU too.
+``validate`` runs a step on ranks of pipeproof's, which trains inside ``observe``; ``check_step`` and ``record_step`` go
+around one of a running job; ``imports`` goes around what imports the framework, which then runs without a GPU too.
 Nothing of a framework is imported before one of them is called.
 
 An ``Adapter`` fills in the contract for its users, and makes a ``FrameworkStep`` of what they have: the modules of this

@@ -1,4 +1,4 @@
-"""What an adapter of a framework is, and the three kinds of check that are made of it."""
+"""The adapter of a framework, and three kinds of check built on it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,82 +27,82 @@ Reference = Callable[..., Any] | StepExpectation
 
 
 class Adapter(ABC):
-    """A framework's training step on this rank, by what its user has of it: an engine, a trainer, a schedule."""
+    """A framework's training step on this rank, from a user's objects: an engine, a trainer, a schedule."""
 
     framework: ClassVar[Framework]
-    given_as: ClassVar[str] = "microbatches"  # what its users call what they give
+    given_as: ClassVar[str] = "microbatches"  # the user's name for the argument
 
     @abstractmethod
     def step(self) -> FrameworkStep:
-        """Where its numbers become visible. Raises ``AdapterError`` for what would be judged wrongly."""
+        """Return the step with access to its numbers. Raises ``AdapterError`` for unsupported use."""
 
     def load(self, step: FrameworkStep, microbatches: Sequence[Any], reference: nn.Module) -> Any:
-        """Give ``step`` the weights of ``reference``; the data iterator to train it on."""
+        """Load weights of ``reference`` into ``step``; return the data iterator for training."""
         self.framework.load(step.parameters(), reference)
         return iter(microbatches)
 
     @abstractmethod
     def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
-        """The whole model that ``reference`` builds, and what the step claims of it."""
+        """Return the whole model built by ``reference``, and the step's claims."""
 
     def against_itself(self, by: StepExpectation, microbatches: Sequence[Any]) -> tuple[StepExpectation, Pairs]:
-        """``by`` with what is known of the job, and pairs of what stages and the loss are given."""
+        """Return ``by`` with facts about the job, and pairs of inputs for stages and the loss."""
         kind = type(self).__name__
         raise AdapterError(f"a step of {kind} is not held against itself: pass a reference that builds the whole model")
 
-    def gathered(self, microbatches: Any, timeout_s: float) -> Any:
-        """What all ranks have of ``microbatches``; every rank calls this, before anything else."""
+    def gather(self, microbatches: Any, timeout_s: float) -> Any:
+        """Gather ``microbatches`` from all ranks; every rank calls this first."""
         return microbatches
 
     def cut(self, microbatches: Sequence[Any]) -> Iterable[Any]:
-        """The microbatches proper, of what the user gives."""
+        """Return the microbatches proper from the user's argument."""
         return microbatches
 
     def contents(self, microbatches: Sequence[Any] | None) -> Sequence[Content]:
-        """What is in ``microbatches``, as the job draws it."""
+        """Return the content of ``microbatches`` in the form drawn by the job."""
         return contents(microbatches)
 
-    def held_against(self, reference: Reference, microbatches: Any, *, floors: bool, timeout_s: float) -> JobStep:
-        """The step and what it is held against."""
-        microbatches = self.gathered(microbatches, timeout_s)
+    def job_step(self, reference: Reference, microbatches: Any, *, floors: bool, timeout_s: float) -> JobStep:
+        """Return the step and its expectation."""
+        microbatches = self.gather(microbatches, timeout_s)
         step = self.step()
         against: SingleDevice | StepExpectation
-        given = () if microbatches is None else self.framework.listed(microbatches, what=self.given_as)
+        given = () if microbatches is None else self.framework.list_microbatches(microbatches, what=self.given_as)
         if isinstance(reference, StepExpectation):
             against, pairs = self.against_itself(reference, given)
         else:
             whole = self.whole(reference, given)
-            against, pairs = whole.beside(floors=floors), whole.pairs
+            against, pairs = whole.single_device(floors=floors), whole.pairs
         return JobStep(step, None if microbatches is None else pairs, against, self.contents(microbatches))
 
-    def recorded(self, microbatches: Any, timeout_s: float) -> tuple[FrameworkStep, Iterable[Any] | None]:
-        """The step and its microbatches."""
-        found = self.gathered(microbatches, timeout_s)
+    def record_of(self, microbatches: Any, timeout_s: float) -> tuple[FrameworkStep, Iterable[Any] | None]:
+        """Return the step and its microbatches."""
+        found = self.gather(microbatches, timeout_s)
         return self.step(), None if found is None else self.cut(found)
 
 
 @contextmanager
-def observed(adapter: Adapter, microbatches: Sequence[Any], reference: nn.Module) -> Iterator[Observation]:
-    """Observe the step that is trained inside this, from the weights of ``reference``."""
+def observe(adapter: Adapter, microbatches: Sequence[Any], reference: nn.Module) -> Iterator[Observation]:
+    """Observe the step trained in this block, from weights of ``reference``."""
     step = adapter.step()
-    seen = Observation(step, adapter.load(step, microbatches, reference))
-    with observing(seen, step):
-        yield seen
+    observed = Observation(step, adapter.load(step, microbatches, reference))
+    with observing(observed, step):
+        yield observed
 
 
 def check_step(
     adapter: Adapter, microbatches: Any, *, reference: Reference, floors: bool = True, timeout_s: float
 ) -> AbstractContextManager[CheckedStep]:
-    """A context manager around one step of a running job, which is held against ``reference``. Every rank enters it."""
-    made = partial(adapter.held_against, reference, microbatches, floors=floors, timeout_s=timeout_s)
+    """Check one step of a running job in this block against ``reference``. Every rank enters it."""
+    made = partial(adapter.job_step, reference, microbatches, floors=floors, timeout_s=timeout_s)
     return checking(made, timeout_s=timeout_s, composed=reference if isinstance(reference, StepExpectation) else None)
 
 
 def record_step(
     adapter: Adapter, microbatches: Any, path: str, *, timeout_s: float
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which records what it gave. Every rank enters it."""
-    made = partial(adapter.recorded, microbatches, timeout_s)
+    """Record one step of a running job in this block. Every rank enters it."""
+    made = partial(adapter.record_of, microbatches, timeout_s)
     return recording(made, path, framework=adapter.framework, timeout_s=timeout_s)
 
 
@@ -115,7 +115,7 @@ def validate(
     whitebox: WhiteBox | None,
     optimizer: MakesOptimizer | None = None,
 ) -> Verdict:
-    """The verdict on ``step``, which trains inside ``observed``, beside ``whole``."""
+    """The verdict on ``step``, which trains inside ``observe``, beside ``whole``."""
     return framework.judge(whitebox)(
         Named(step, whole.run_by(step)),
         reference=Named(whole.reference, whole.build),

@@ -1,8 +1,7 @@
-"""ColossalAI: a step of a pipeline that pipeproof starts, or one of a running job.
+"""ColossalAI: a pipeline step, started by pipeproof or in a running job.
 
-A user's step boosts its model as ever and calls ``booster.execute_pipeline`` and ``optimizer.step`` inside
-``observed``. The reference is made of the same model and criterion. Nothing of ColossalAI is imported before one of
-these is called.
+A user's step boosts its model as ever and calls ``booster.execute_pipeline`` and ``optimizer.step`` inside ``observe``.
+The reference is made of the same model and criterion. Nothing of ColossalAI is imported before one of these is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from pipeproof.whitebox.handed_back import FlatShard, Gradient
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.colossalai_chunks import stages_of, told_apart
+from pipeproof.wings.adapters.colossalai_chunks import stages_of, tell_chunks_apart
 from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI, Criterion, check_model, cut, rows_in, whole_of
 from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, around
@@ -33,7 +32,7 @@ from pipeproof.wings.adapters.sight import Observation
 from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
 from pipeproof.wings.adapters.whole import Called, Whole
 
-__all__ = ["ColossalAIError", "check_step", "imports", "observed", "record_step", "validate"]
+__all__ = ["ColossalAIError", "check_step", "imports", "observe", "record_step", "validate"]
 
 ColossalAIError = AdapterError
 imports = COLOSSALAI.imports
@@ -48,16 +47,16 @@ _COVERED = {
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # what the plugin casts a model to
 
 
-def observed(
+def observe(
     booster: Any, model: Any, optimizer: Any, microbatches: Sequence[Any], reference: nn.Module
 ) -> AbstractContextManager[Observation]:
-    """Observe the batch that is trained inside this, from the weights of ``reference``.
+    """Observe the batch trained in this block, from weights of ``reference``.
 
-    booster, model, optimizer: as ``execute_pipeline`` is called with them. microbatches: as the step is given them.
-    What this gives has a ``data_iterator`` of the batch that they are cut from, to hand to ``execute_pipeline``. Raises
-    ``ColossalAIError`` for what is not covered.
+    booster, model, optimizer: arguments of ``execute_pipeline``. microbatches: the step's. The result has a
+    ``data_iterator`` for ``execute_pipeline``, with the batch that they are cut from. Raises ``ColossalAIError`` for
+    unsupported use.
     """
-    return adapter.observed(ColossalAI(booster, model, optimizer, batches=1), microbatches, reference)
+    return adapter.observe(ColossalAI(booster, model, optimizer, batches=1), microbatches, reference)
 
 
 def validate(
@@ -70,18 +69,18 @@ def validate(
     dtype: torch.dtype | None = None,
     whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on ``step(reference, microbatches)``, which trains a boosted model inside ``observed``.
+    """The verdict on ``step(reference, microbatches)``, which trains a boosted model inside ``observe``.
 
-    reference: builds the whole model, seeded, as it is before it is boosted. criterion: as ``execute_pipeline`` is
-    given it. microbatches: as the pipeline cuts them from a batch: dicts, tuples or tensors, of as many rows each, for
-    all replicas. ranks: how many, all of one pipeline; or ``{"dp": 2, "pp": 2}``. dtype: what the plugin casts the
-    model to. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+    reference: builds the whole model, seeded, before boosting. criterion: as for ``execute_pipeline``. microbatches:
+    cut from a batch as by the pipeline: dicts, tuples or tensors with equally many rows, for all replicas. ranks: how
+    many, all of one pipeline; or ``{"dp": 2, "pp": 2}``. dtype: the plugin's type for the model. whitebox: whose ranks
+    to use, as pytest's fixture; None: own ones.
 
     Raises ``ColossalAIError``, and what ``whitebox.validate`` raises.
     """
     COLOSSALAI.module()
     COLOSSALAI.check_dtype(dtype)
-    whole = whole_of(reference, criterion, COLOSSALAI.listed(microbatches), dtype)
+    whole = whole_of(reference, criterion, COLOSSALAI.list_microbatches(microbatches), dtype)
     return adapter.validate(COLOSSALAI, step, whole, ranks=ranks, whitebox=whitebox)
 
 
@@ -97,11 +96,11 @@ def check_step(
 ) -> AbstractContextManager[CheckedStep]:
     """A context manager around ``execute_pipeline`` and ``optimizer.step`` of a running job. Every rank enters it.
 
-    booster, model, optimizer, criterion: as ``execute_pipeline`` is called with them. batches: what its data iterator
-    gives in the step, of this rank's replica: one; or where gradients are accumulated, one for each call. None on a
-    rank that does not have them, and not on rank 0. reference: builds the whole model, as it is before it is boosted;
-    or a ``Composed``, for a model too large for one device: the ranks of the first and of the last stage then have
-    batches, and there is one. All else is as for ``deepspeed.check_step``.
+    booster, model, optimizer, criterion: arguments of ``execute_pipeline``. batches: items of its data iterator in the
+    step, for this rank's replica: one; with accumulation, one for each call. None on ranks without them; rank 0 must
+    have them. reference: builds the whole model, before boosting; or a ``StageByStage``, for a model too large for one
+    device: ranks with the first or last stage then have the batch, a single one. Otherwise like
+    ``deepspeed.check_step``.
     """
     own = ColossalAI(booster, model, optimizer, criterion, count_of(batches))
     return adapter.check_step(own, batches, reference=reference, timeout_s=timeout_s)
@@ -110,23 +109,23 @@ def check_step(
 def record_step(
     booster: Any, model: Any, optimizer: Any, batches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
+    """Record one step of a running job in this block, into the file at ``path``.
 
-    booster, model, optimizer, batches: as for ``check_step``; the record has the microbatches that are cut from them.
-    All else is as for ``deepspeed.record_step``.
+    booster, model, optimizer, batches: as for ``check_step``; the record has microbatches cut from them. Otherwise like
+    ``deepspeed.record_step``.
     """
     own = ColossalAI(booster, model, optimizer, batches=count_of(batches))
     return adapter.record_step(own, batches, path, timeout_s=timeout_s)
 
 
 def count_of(batches: Any) -> int | None:
-    """How many there are, where that can be known."""
+    """Return the number of batches; None if unknown."""
     return len(batches) if isinstance(batches, Sequence) else None
 
 
 @dataclass(frozen=True)
 class ColossalAI(Adapter):
-    """What ``execute_pipeline`` is called with, and for how many batches in a step; None: nothing says it."""
+    """Arguments of ``execute_pipeline``, and the number of batches in a step; None: unknown."""
 
     booster: Any
     model: Any
@@ -167,7 +166,7 @@ class ColossalAI(Adapter):
         packed: Any = reference.packed
         tensors = [packed.pack(one) for one in microbatches]
         rows = rows_in("microbatch 0", tensors[0]) if tensors else 0
-        COLOSSALAI.expect_count("the plugin's num_microbatches", told_count(plugin.scheduler), len(tensors))
+        COLOSSALAI.expect_count("the plugin's num_microbatches", count_option(plugin.scheduler), len(tensors))
         COLOSSALAI.expect_count("the plugin's microbatch_size", plugin.scheduler.microbatch_size, rows, "rows")
         if plugin.dp_axis > plugin.pp_axis and plugin.dp_size > 1:  # whitebox.validate numbers ranks otherwise
             raise AdapterError(
@@ -196,7 +195,7 @@ class ColossalAI(Adapter):
             raise AdapterError(f"batches has {len(microbatches)}: expected one, where a step is held against itself")
         if self.model.shared_params and by.build is None:
             raise AdapterError(
-                "the model shares weights among stages, and nothing tells by which names: give Composed a build=, "
+                "the model shares weights among stages, and nothing tells by which names: give StageByStage a build=, "
                 "which makes the model as it is before it is boosted, on the meta device"
             )
         every = [*self.cut(microbatches)]
@@ -206,13 +205,13 @@ class ColossalAI(Adapter):
         return by.in_framework({}, loss_fn=self.criterion, build=build), pairs
 
     def cut(self, microbatches: Sequence[Any]) -> Iterator[Any]:
-        """What the schedule cuts from batches."""
+        """Cut batches into microbatches like the schedule."""
         scheduler = self.booster.plugin.scheduler
-        for batch in COLOSSALAI.listed(microbatches, what=self.given_as) if microbatches else ():
-            yield from cut(batch, told_count(scheduler), scheduler.microbatch_size)
+        for batch in COLOSSALAI.list_microbatches(microbatches, what=self.given_as) if microbatches else ():
+            yield from cut(batch, count_option(scheduler), scheduler.microbatch_size)
 
     def _check_covered(self) -> None:
-        """Raise for what would be judged wrongly."""
+        """Raise for unsupported use."""
         place = COLOSSALAI.module("booster.plugin.hybrid_parallel_plugin")
         plugin: Any = getattr(self.booster, "plugin", None)
         optimizers = [getattr(place, f"HybridParallel{kind}Optimizer") for kind in ("Naive", "AMP", "Zero")]
@@ -237,40 +236,39 @@ class ColossalAI(Adapter):
         check_model(self.model.module)
 
     def _accumulation(self) -> Accumulation | None:
-        """What is in bf16 is added up in it. Copies of a shared weight are reduced, and then replicas, with ZeRO in
-        another type where it is told one."""
+        """Return the types of accumulation for bf16: tied copies are reduced before replicas; ZeRO may set a type."""
         if _PRECISIONS[self.booster.plugin.precision] is None:
             return None
         return Accumulation(between=getattr(self.optimizer, "_communication_dtype", None), tied_first=True)
 
     def _gradients(self) -> dict[nn.Parameter, Gradient]:
-        """Those that the optimizer is about to take, where they are; with ZeRO each replica keeps a part of its own."""
+        """Return the gradients before the optimizer's step, in place; with ZeRO each replica keeps a part."""
         found = [one for one in self.model.module.parameters() if one.requires_grad]
         zero = hasattr(self.optimizer, "pid_to_grad_store")
-        return {one: _sharded(one, self.optimizer) if zero else one.grad for one in found}
+        return {one: _local_shard(one, self.optimizer) if zero else one.grad for one in found}
 
     @contextmanager
     def _watching(
         self, stages: Mapping[int, nn.Module], notes: tuple[list[Tensor], list[str], Drawn], sight: Sight
     ) -> Iterator[None]:
-        """While this is open, note losses and data, tell ``sight`` of the optimizer's step, and the norm."""
+        """Note losses and data, and notify ``sight`` of the optimizer's step and the norm, while open."""
         (losses, runs, drawn), plugin, optimizer = notes, self.booster.plugin, self.optimizer
 
-        def noted(run: Any, model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
+        def note(run: Any, model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
             if torch.is_grad_enabled():
                 runs.append("run")
                 data_iter, criterion = drawn.noting(data_iter), _noting(criterion, losses)
             return run(model, data_iter, criterion, *more, **named)
 
         with ExitStack() as stack:
-            stack.enter_context(around(plugin.scheduler, "forward_backward_step", noted))
+            stack.enter_context(around(plugin.scheduler, "forward_backward_step", note))
             stack.enter_context(around(optimizer, "step", telling(sight, lambda _: optimizer.get_grad_norm())))
-            stack.enter_context(told_apart(plugin.stage_manager, self.model.module, stages))
+            stack.enter_context(tell_chunks_apart(plugin.stage_manager, self.model.module, stages))
             yield
 
 
-def _sharded(parameter: nn.Parameter, optimizer: Any) -> Gradient:
-    """What this rank has of a gradient with ZeRO: equal parts of the flattened whole, of which the last are padded."""
+def _local_shard(parameter: nn.Parameter, optimizer: Any) -> Gradient:
+    """Return this rank's shard with ZeRO: equal parts of the flattened gradient, padded at the end."""
     store = optimizer.pid_to_grad_store[id(parameter)]
     group = next(k for k, every in optimizer._working_param_groups.items() if any(one is parameter for one in every))
     parts = store.get_partitioned_gradients_by_param_id(group, id(parameter))
@@ -288,15 +286,15 @@ def _noting(criterion: Criterion, losses: list[Tensor]) -> Criterion:
     """``criterion``, noting every loss before the schedule divides it."""
 
     @wraps(criterion)
-    def noted(outputs: Any, microbatch: Any) -> Tensor:
+    def note(outputs: Any, microbatch: Any) -> Tensor:
         loss = criterion(outputs, microbatch)
         losses.append(loss.detach().clone())
         return loss
 
-    return noted
+    return note
 
 
-def told_count(scheduler: Any) -> int | None:
-    """How many microbatches it was told to cut a batch into, if it was; its classes have two names for it."""
+def count_option(scheduler: Any) -> int | None:
+    """Return the configured number of microbatches in a batch, if set; the option has two names."""
     count: int | None = getattr(scheduler, "num_microbatches", getattr(scheduler, "num_microbatch", None))
     return count

@@ -1,4 +1,4 @@
-"""The stages of a rank of ColossalAI's: with virtual stages one module has them all, and is called for each in turn."""
+"""Stages of a ColossalAI rank: with virtual stages, one module has all, called once for each in turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from pipeproof.wings.adapters.framework import AdapterError, around
 
 
 class Chunk(nn.Module):
-    """What a rank has of one of its stages: parts of ``whole``, by their names in it, called in place of it."""
+    """A rank's part of one stage: parameters of ``whole`` with these names, called in its place."""
 
     def __init__(self, whole: nn.Module, names: frozenset[str], call: Callable[..., Any]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Chunk(nn.Module):
 
 
 def _fill(made: nn.Module, of: nn.Module, names: frozenset[str], prefix: str) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Give ``made`` what ``of`` has of these names, and tell what was made in place of what."""
+    """Register named parameters of ``of`` in ``made``; yield pairs of modules, new and old."""
     yield made, of
     for leaf, parameter in of._parameters.items():
         if f"{prefix}{leaf}" in names:
@@ -43,21 +43,21 @@ def _fill(made: nn.Module, of: nn.Module, names: frozenset[str], prefix: str) ->
 
 
 def stages_of(manager: Any, module: nn.Module) -> dict[int, nn.Module]:
-    """This rank's modules by the number of their stage: ``module``, or a ``Chunk`` of it for each virtual stage.
+    """Return this rank's modules by stage: ``module``, or a ``Chunk`` of it for each virtual stage.
 
-    manager: ColossalAI's ``PipelineStageManager``. Raises ``AdapterError`` where nothing tells what is in which.
+    manager: ColossalAI's ``PipelineStageManager``. Raises ``AdapterError`` if the chunks' parameters are unclear.
     """
     if not manager.is_interleave:
         return {int(manager.stage): module}
     numbers = numbers_of(manager)
-    held = _held(module, manager.stage_indices)
+    held = _names_by_chunk(module, manager.stage_indices)
     calls = [partial(_at, _RankChunk(manager, chunk), module.forward) for chunk in range(len(numbers))]
     return {number: Chunk(module, held[chunk], calls[chunk]) for chunk, number in enumerate(numbers)}
 
 
 @dataclass(frozen=True)
 class _RankChunk:
-    """A chunk of the rank's; a copy of a module that is called there asks the very same manager."""
+    """A chunk of this rank; copies of a module share its manager."""
 
     manager: Any
     chunk: int
@@ -67,30 +67,30 @@ class _RankChunk:
 
 
 def _at(place: _RankChunk, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call it as the schedule does that is at this chunk: a stage that runs again does so when no schedule runs."""
+    """Call with the manager at this chunk, because reruns happen outside a schedule."""
     with place.manager.switch_model_chunk_id(place.chunk):
         return call(*given, **named)
 
 
 def numbers_of(manager: Any) -> list[int]:
-    """The stages of this rank, by its chunks: dealt to the ranks in turn, or in a V."""
-    rank, ranks = int(manager.stage), int(manager.num_stages)  # numpy's, which are not JSON's
+    """Return this rank's stages by chunk: dealt to ranks in turn, or in a V."""
+    rank, ranks = int(manager.stage), int(manager.num_stages)  # numpy integers do not go into JSON
     if manager.use_zbv:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * chunk for chunk in range(manager.num_model_chunks)]
 
 
-def _held(module: nn.Module, ranges: Sequence[Sequence[int]]) -> list[frozenset[str]]:
-    """The names of the parameters in each chunk, which has a range of the layers.
+def _names_by_chunk(module: nn.Module, ranges: Sequence[Sequence[int]]) -> list[frozenset[str]]:
+    """Return the parameter names in each chunk, given its range of layers.
 
-    What is held before the layers is the first chunk's, what is held behind them is the last's.
+    Parameters before the layers belong to the first chunk, parameters behind them to the last.
     """
     chunk_of = {layer: chunk for chunk, (start, end) in enumerate(ranges) for layer in range(start, end)}
     lists = [*_lists_of(module, set(chunk_of))]
     if not lists:
         wanted = ", ".join(f"{start} to {end - 1}" for start, end in ranges)
         raise AdapterError(
-            f"no list of the model has layers {wanted}, and no others, on this rank: virtual stages are told apart by "
+            f"no list of the model has layers {wanted}, and no others, on this rank: virtual stages are known by "
             "the layers in one nn.ModuleList"
         )
     found: list[set[str]] = [set() for _ in ranges]
@@ -103,7 +103,7 @@ def _held(module: nn.Module, ranges: Sequence[Sequence[int]]) -> list[frozenset[
 
 
 def _lists_of(module: nn.Module, layers: set[int], prefix: str = "") -> Iterator[str]:
-    """Where ``module`` has lists of which just these ``layers`` are held."""
+    """Yield paths of lists in ``module`` that hold exactly these ``layers``."""
     for name, child in module.named_children():
         inside = f"{prefix}{name}."
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -115,8 +115,8 @@ def _lists_of(module: nn.Module, layers: set[int], prefix: str = "") -> Iterator
 
 
 @contextmanager
-def told_apart(manager: Any, module: nn.Module, stages: Mapping[int, nn.Module]) -> Iterator[None]:
-    """While this is open, a call of ``module`` is one of the chunk that the schedule is at."""
+def tell_chunks_apart(manager: Any, module: nn.Module, stages: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Redirect calls of ``module`` to the schedule's current chunk while open."""
     if not manager.is_interleave:
         yield
         return

@@ -1,4 +1,4 @@
-"""The whole model beside a step of ColossalAI's pipelines, the same criterion of it, and a place where it is run."""
+"""The whole model for a ColossalAI pipeline step, with its criterion, and an environment for the run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.adapters import on_cpu
-from pipeproof.wings.adapters.framework import AdapterError, Framework, around, replaced
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, replace_attribute
 from pipeproof.wings.adapters.whole import Called, OfMicrobatch, Packed, Whole
 
 COLOSSALAI = Framework(
@@ -38,9 +38,9 @@ def whole_of(
     *,
     replica: int = 0,
 ) -> Whole:
-    """The whole model and the criterion, of microbatches of this replica as they are cut from one batch."""
-    due = "a function of what the model gives and the microbatch, as execute_pipeline is given"
-    COLOSSALAI.expect_function("criterion", criterion, due)
+    """Return the whole model and criterion, for this replica's microbatches, cut from one batch."""
+    expected = "a function of what the model gives and the microbatch, as execute_pipeline is given"
+    COLOSSALAI.expect_function("criterion", criterion, expected)
     packed = Packed.of(microbatches)
     rows = [rows_in(f"microbatch {number}", one) for number, one in enumerate(microbatches)]
     if other := [number for number, count in enumerate(rows) if count != rows[0]]:
@@ -52,31 +52,31 @@ def whole_of(
     def of_all(every: Sequence[tuple[Any, Any]]) -> OfMicrobatch:
         return OfMicrobatch(criterion, {tuple(number.tolist()): packed.unpack(inputs) for inputs, number in every})
 
-    def given(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+    def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
         return model, [packed.unpack(inputs) for inputs, _ in microbatches]
 
     pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
-    build = partial(_built, reference, packed, dtype)
-    return Whole(reference, build, pairs, LossOfAll(of_all), given=given, alone=as_launched)
+    build = partial(_build, reference, packed, dtype)
+    return Whole(reference, build, pairs, LossOfAll(of_all), given=prepare, alone=as_launched)
 
 
 def cut(batch: Any, count: int | None, size: int | None) -> list[Any]:
-    """The microbatches, so many or of so many rows, that a pipeline cuts from ``batch``.
+    """Cut ``batch`` into microbatches, by their number or their rows, like a pipeline.
 
-    Raises ``AdapterError`` where they would not be of equal sizes.
+    Raises ``AdapterError`` for unequal sizes.
     """
     rows = rows_in("the batch", batch)
-    due = size or (rows // count if count else 0)
-    if not due or rows % due or count not in (None, rows // due):
+    expected = size or (rows // count if count else 0)
+    if not expected or rows % expected or count not in (None, rows // expected):
         wanted = f"{count} microbatches" if count else "microbatches"
         wanted += f" of {size} rows" if size else " of equal sizes"
         raise AdapterError(f"the batch has {rows} rows: expected what is cut into {wanted}")
-    starts = range(0, rows, due)
-    return [tree_map_only(Tensor, lambda tensor, k=k: tensor[k : k + due], batch) for k in starts]  # type: ignore[misc]
+    starts = range(0, rows, expected)
+    return [tree_map_only(Tensor, lambda tensor, k=k: tensor[k : k + expected], batch) for k in starts]  # type: ignore[misc]
 
 
 def rows_in(what: str, batch: Any) -> int:
-    """The rows that all tensors have."""
+    """Return the common number of rows in all tensors."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors:
         raise AdapterError(f"{what} has no tensor in it: expected a dict, a tuple or a tensor")
@@ -90,9 +90,9 @@ def rows_in(what: str, batch: Any) -> int:
     return rows
 
 
-def _built(reference: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None) -> Called:
-    """The whole model, called as ColossalAI's schedules call it; mixed precision casts its inputs, too."""
-    model = COLOSSALAI.built(reference)
+def _build(reference: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None) -> Called:
+    """Build the whole model, called like ColossalAI's schedules do; mixed precision casts inputs too."""
+    model = COLOSSALAI.build(reference)
     COLOSSALAI.expect("the reference", model, nn.Module, "the model, before it is boosted")
     check_model(model)
 
@@ -109,7 +109,7 @@ def _built(reference: Callable[[], nn.Module], packed: Packed, dtype: torch.dtyp
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ``AdapterError`` for a model that would be judged wrongly."""
+    """Raise ``AdapterError`` for an unsupported model."""
     if hasattr(model, "peft_config"):
         raise AdapterError(f"the model has LoRA's layers: {COLOSSALAI.adapter} covers models without; train all of it")
     COLOSSALAI.check_dropout(model)
@@ -117,9 +117,9 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def as_launched(device: str) -> Iterator[None]:
-    """While this is open, ColossalAI works on ``device``, although it takes the first GPU that there is.
+    """Run ColossalAI on ``device`` while open, although by default it takes the first GPU.
 
-    Its only coordinator of ranks is whatever a step makes; then all is as it was.
+    Its only coordinator of ranks comes from a step; afterwards all state is restored.
     """
     place: Any = COLOSSALAI.module("accelerator.api")
     kept = place._ACCELERATOR
@@ -129,23 +129,23 @@ def as_launched(device: str) -> Iterator[None]:
         stack.callback(setattr, place, "_ACCELERATOR", kept)
         if device == "cpu":
             stack.enter_context(_handles_kept())
-            # It asks torch for what only some vendors' torch has.
+            # It asks torch for attributes of some vendors' builds.
             messages = COLOSSALAI.module("pipeline.p2p")
-            stack.enter_context(replaced(messages, "_check_for_nccl_hccl_backend", lambda _: False))
+            stack.enter_context(replace_attribute(messages, "_check_for_nccl_hccl_backend", lambda _: False))
         coordinators = COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances
         stack.enter_context(mock.patch.dict(coordinators, clear=True))
         yield
 
 
-_handles: list[Any] = []  # of the messages of the step that is run, or was last
+_handles: list[Any] = []  # message handles of the current or last step
 belongs_to_rank(__name__, "_handles", fresh=lambda _: [])
 
 
 @contextmanager
 def _handles_kept() -> Iterator[None]:
-    """While this is open, handles of messages live on: gloo forgets a send whose handle ColossalAI drops.
+    """Keep message handles alive while open: gloo forgets a send after ColossalAI drops its handle.
 
-    They do until the next step, for a rank may be done when its last message is not there yet.
+    They live until the next step, because a rank may end before its last message arrives.
     """
     _handles.clear()
 

@@ -1,7 +1,7 @@
-"""DeepSpeed: a step of a PipelineEngine that pipeproof starts, or one of a running job.
+"""DeepSpeed: a PipelineEngine's step, started by pipeproof or in a running job.
 
-A user's step makes its engine as ever and calls ``train_batch`` inside ``observed``. The reference is made of the same
-layers. Nothing of DeepSpeed is imported before one of these is called.
+A user's step builds its engine as usual and calls ``train_batch`` inside ``observe``. The reference uses the same
+layers. DeepSpeed is imported only when one of these functions is called.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.drawn import Drawn
-from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launched
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment
 from pipeproof.wings.adapters.recording import StepRecording
 from pipeproof.wings.adapters.sight import Observation
 from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
 from pipeproof.wings.adapters.whole import OfMicrobatch, Whole
 
-__all__ = ["DeepSpeedError", "check_step", "imports", "observed", "record_step", "validate"]
+__all__ = ["DeepSpeedError", "check_step", "imports", "observe", "record_step", "validate"]
 
 DeepSpeedError = AdapterError
 DEEPSPEED = Framework("deepspeed", "deepspeed", ("0.19",), "pip install deepspeed==0.19.8")
@@ -52,14 +52,14 @@ _COVERED = {
 }
 
 
-def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> AbstractContextManager[Observation]:
-    """Observe the batch that is trained inside this, from the weights of ``reference``.
+def observe(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> AbstractContextManager[Observation]:
+    """Observe the batch trained in this block, from weights of ``reference``.
 
-    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: as the step is given them; the
-    engine's gradient accumulation steps are their number. What this gives has a ``data_iterator`` to hand to
-    ``train_batch``. Raises ``DeepSpeedError`` for what is not covered.
+    engine: from ``deepspeed.initialize``, of a PipelineModule. microbatches: the step's, as many as the engine's
+    gradient accumulation steps. The result has a ``data_iterator`` for ``train_batch``. Raises ``DeepSpeedError`` for
+    unsupported use.
     """
-    return adapter.observed(DeepSpeed(engine), microbatches, reference)
+    return adapter.observe(DeepSpeed(engine), microbatches, reference)
 
 
 def validate(
@@ -72,7 +72,7 @@ def validate(
     dtype: torch.dtype | None = None,
     whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on ``step(reference, microbatches)``, which trains a PipelineEngine inside ``observed``.
+    """The verdict on ``step(reference, microbatches)``, which trains a PipelineEngine inside ``observe``.
 
     reference: gives the layers, seeded, as PipelineModule takes them. microbatches: pairs of inputs and labels, as the
     data iterator gives them. ranks: how many, all of one pipeline; or ``{"pp": 2, "dp": 2}``. loss_fn: the
@@ -84,11 +84,11 @@ def validate(
     DEEPSPEED.module()
     DEEPSPEED.check_dtype(dtype)
     _check_loss(loss_fn)
-    data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.listed(microbatches)]
+    data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.list_microbatches(microbatches)]
     loss = loss_fn or loss_of_layers
     whole = Whole(reference, partial(WholeDeepSpeed, reference, dtype), data, loss, alone=as_launched)
     if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
-        whole = _numbered(whole, loss)
+        whole = _with_numbers(whole, loss)
     return adapter.validate(DEEPSPEED, step, whole, ranks=ranks, whitebox=whitebox)
 
 
@@ -101,16 +101,16 @@ def check_step(
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[CheckedStep]:
-    """A context manager around one ``engine.train_batch`` of a running job. Every rank enters it.
+    """Check one ``engine.train_batch`` of a running job in this block. Every rank enters it.
 
-    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
-    case: what is not covered makes the verdict unknown.
+    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers, and always goes on:
+    unsupported use makes the verdict unknown.
 
-    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: pairs of inputs and labels, those
-    that this rank's replica trains in the step; None on a rank that does not have them, and not on rank 0. reference:
-    gives the layers, as PipelineModule takes them; or a ``Composed``, for a model too large for one device: the ranks
-    of the first and of the last stage then have microbatches. loss_fn: the PipelineModule's; None: the last layer gives
-    the loss. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    engine: from ``deepspeed.initialize``, of a PipelineModule. microbatches: pairs of inputs and labels that this
+    rank's replica trains in the step; None on ranks without them; rank 0 must have them. reference: returns the layers,
+    in the form for PipelineModule; or a ``StageByStage``, for a model too large for one device: ranks with the first or
+    last stage then have microbatches. loss_fn: the PipelineModule's; None: the last layer gives the loss. floors and
+    timeout_s: see ``SingleDevice`` and ``check_step``.
     """
     return adapter.check_step(
         DeepSpeed(engine, loss_fn), microbatches, reference=reference, floors=floors, timeout_s=timeout_s
@@ -120,21 +120,21 @@ def check_step(
 def record_step(
     engine: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """Record one step of a running job in this block. Every rank enters it.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. If recording fails, it
+    warns and writes nothing. The job keeps its weights, optimizer and random numbers, and goes on.
 
     engine: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in any form: the
-    record has digests of their tensors alone, so that it is known which steps are of the same data. None on a rank that
-    does not have them. timeout_s bounds each wait for the other ranks.
+    record has only digests of their tensors, to recognize steps on the same data. None on a rank without them.
+    timeout_s bounds each wait for other ranks.
     """
     return adapter.record_step(DeepSpeed(engine), microbatches, path, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
 class DeepSpeed(Adapter):
-    """A PipelineEngine, and the loss function of its PipelineModule, as the user says it."""
+    """A PipelineEngine, and its PipelineModule's loss function, given by the user."""
 
     engine: Any
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
@@ -145,7 +145,7 @@ class DeepSpeed(Adapter):
         _check_covered(engine)
         return FrameworkStep(
             {engine.stage_id: engine.module},
-            lambda stage, name: name,  # those of a PipelineModule are the reference's
+            lambda stage, name: name,  # a PipelineModule and the reference share names
             self._gradients,
             lambda: engine.fwd_outputs,
             partial(_watching, engine, drawn),
@@ -157,7 +157,7 @@ class DeepSpeed(Adapter):
 
     def load(self, step: FrameworkStep, microbatches: Sequence[Any], reference: nn.Module) -> Any:
         engine = self.engine
-        self._check_count(DEEPSPEED.listed(microbatches))
+        self._check_count(DEEPSPEED.list_microbatches(microbatches))
         DEEPSPEED.check_neighbours(engine.stage_id, engine.grid.data_parallel_size, "DeepSpeed's own topology")
         DEEPSPEED.check_types(engine.module, reference, "the engine's layers are in")
         data = super().load(step, microbatches, reference)
@@ -167,7 +167,7 @@ class DeepSpeed(Adapter):
 
     def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
         enabled = getattr(self.engine, "bfloat16_enabled", None)
-        dtype = torch.bfloat16 if enabled is not None and enabled() else None  # what it casts its layers to
+        dtype = torch.bfloat16 if enabled is not None and enabled() else None  # the type that layers are cast to
         pairs = self._pairs(microbatches)
         return Whole(reference, partial(WholeDeepSpeed, reference, dtype), pairs, self.loss_fn or loss_of_layers)
 
@@ -195,15 +195,15 @@ class DeepSpeed(Adapter):
 
 
 def _sum_of(parameter: nn.Parameter) -> Tensor | None:
-    """What the engine adds gradients to, where that is the whole: with bf16, flat and of a type of its own."""
+    """Return the engine's accumulated gradient if whole: with bf16, flat and in a separate type."""
     whole: Tensor | None = getattr(parameter, "_hp_grad", None)
     return parameter.grad if whole is None else whole
 
 
 def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
-    """The gradient that the engine's optimizer is about to take, where the engine has it.
+    """Return the gradient for the engine's optimizer, in place.
 
-    With ZeRO-1, each of several replicas has a part.
+    With ZeRO-1, each replica among several has a part.
     """
     whole = _sum_of(parameter)
     if whole is not None:
@@ -219,7 +219,7 @@ def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
 
 @contextmanager
 def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
-    """While this is open, note what is ``drawn``, tell ``sight`` when the optimizer is about to step, and the norm."""
+    """Note ``drawn`` data, and notify ``sight`` of the optimizer's step and the norm, while open."""
     clipped_by = list[Any]()  # in fp32 without ZeRO, where the engine has no norm to tell
 
     def next_batch(draw: Any) -> Any:
@@ -237,8 +237,8 @@ def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
             return step(*given, **named)
 
     def norm(_: Any) -> Any:
-        told = engine.get_global_grad_norm()
-        return next(iter(clipped_by), None) if told is None else told
+        reported = engine.get_global_grad_norm()
+        return next(iter(clipped_by), None) if reported is None else reported
 
     with (
         around(engine, "_take_model_step", taking),
@@ -249,9 +249,9 @@ def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
 
 
 def _accumulation(engine: Any) -> Accumulation | None:
-    """What is in bf16 is added up in ``grad_accum_dtype``, and reduced in ``communication_data_type``, mostly bf16.
+    """Return the types of accumulation: for bf16, ``grad_accum_dtype``, reduced in ``communication_data_type``.
 
-    Its schedule has ``ReduceTiedGrads`` before ``ReduceGrads``.
+    The latter is mostly bf16. The schedule has ``ReduceTiedGrads`` before ``ReduceGrads``.
     """
     if not engine.bfloat16_enabled():
         return None
@@ -260,7 +260,7 @@ def _accumulation(engine: Any) -> Accumulation | None:
 
 
 def _check_covered(engine: Any) -> None:
-    """Raise for what would be judged wrongly."""
+    """Raise for unsupported use."""
     if type(engine) is not DEEPSPEED.module("runtime.pipe.engine").PipelineEngine:
         raise AdapterError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
     values = {name: getattr(engine, name) for name in _COVERED}
@@ -271,12 +271,12 @@ def _check_covered(engine: Any) -> None:
 
 def _check_loss(loss_fn: Any) -> None:
     if loss_fn is not None:
-        due = "the PipelineModule's, a function of what the last layer gives and the labels"
-        DEEPSPEED.expect_function("loss_fn", loss_fn, due)
+        expected = "the PipelineModule's, a function of what the last layer gives and the labels"
+        DEEPSPEED.expect_function("loss_fn", loss_fn, expected)
 
 
 def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
-    """A microbatch as a pair of inputs and labels."""
+    """Return a microbatch in the form of inputs and labels."""
     if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
         found = type(microbatch).__name__
         found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
@@ -284,28 +284,28 @@ def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
     return microbatch[0], microbatch[1]
 
 
-def _numbered(whole: Whole, loss: Callable[[Any, Any], Tensor]) -> Whole:
-    """``whole`` with numbers in the place of labels, which are several tensors."""
+def _with_numbers(whole: Whole, loss: Callable[[Any, Any], Tensor]) -> Whole:
+    """Return ``whole`` with numbers in place of labels made from several tensors."""
     pairs = [_pair(number, one) for number, one in enumerate(whole.microbatches)]
     labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
 
-    def given(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+    def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
         return model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches]
 
     data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
-    return replace(whole, microbatches=data, loss_fn=OfMicrobatch(loss, labels), given=given)
+    return replace(whole, microbatches=data, loss_fn=OfMicrobatch(loss, labels), given=prepare)
 
 
 @contextmanager
 def as_launched(device: str) -> Iterator[None]:
-    """While this is open, a step runs as DeepSpeed's launcher starts it; then DeepSpeed is as it was."""
+    """Imitate DeepSpeed's launcher while open; restore DeepSpeed's state afterwards."""
     on_cpu = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     places = [vars(DEEPSPEED.module(name)) for name in ("comm.comm", "utils.groups", "runtime.pipe.p2p")]
     kept = [dict(place) for place in places]
     # Ranks are used for several layouts. Its shared memory is made for the first one's, and serves inference alone.
     without = mock.patch.dict(DEEPSPEED.module("ops").__compatible_ops__, deepspeed_shm_comm=False)
     try:
-        with launched(LOCAL_SIZE=str(dist.get_world_size()), **on_cpu), without:
+        with launch_environment(LOCAL_SIZE=str(dist.get_world_size()), **on_cpu), without:
             yield
     finally:
         for place, values in zip(places, kept, strict=True):
@@ -313,20 +313,20 @@ def as_launched(device: str) -> Iterator[None]:
 
 
 class WholeDeepSpeed(nn.Module):
-    """All layers, as ``build`` gives them to a PipelineModule, with the names that they have in one."""
+    """All layers that ``build`` gives to a PipelineModule, with their names in it."""
 
     def __init__(self, build: Callable[[], Iterable[Any]], dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        layers = DEEPSPEED.built(build)
+        layers = DEEPSPEED.build(build)
         DEEPSPEED.expect("the reference", layers, Iterable, "layers as PipelineModule is given")
-        self._calls = [self._made(str(number), layer) for number, layer in enumerate(layers)]
+        self._calls = [self._make(str(number), layer) for number, layer in enumerate(layers)]
         if dtype is not None:
             self.to(dtype)
         DEEPSPEED.check_dropout(self, what="layer ")
 
-    def _made(self, name: str, layer: Any) -> Callable[[Any], Any]:
-        """What to call for ``layer``, which is a module, the specification of one, or a function."""
+    def _make(self, name: str, layer: Any) -> Callable[[Any], Any]:
+        """Return the callable for ``layer``: a module, a module's specification, or a function."""
         pipe = DEEPSPEED.module("pipe")
         if isinstance(layer, pipe.TiedLayerSpec):
             if layer.key not in self.tied_modules:
@@ -347,7 +347,7 @@ class WholeDeepSpeed(nn.Module):
 
 
 def loss_of_layers(output: Any, _: Any) -> Tensor:
-    """For layers that give the loss themselves. Raises ``DeepSpeedError`` where they do not."""
+    """Return the loss made by the layers. Raises ``DeepSpeedError`` if they made none."""
     if not isinstance(output, Tensor) or output.numel() != 1:
         found = f"a tensor of {form(output)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise AdapterError(f"the last layer gives {found}, and no loss: pass the PipelineModule's loss_fn")

@@ -1,4 +1,4 @@
-"""What a rank of a job draws of its data, by content: held against the microbatches that a check is given."""
+"""Content of the data drawn by a job's rank, compared with the microbatches given to a check."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.fence import Fence, looking
 
-Content = frozenset[tuple[bytes, int]]  # the digests of what is in a microbatch, in no order; equal ones are counted
+Content = frozenset[tuple[bytes, int]]  # digests of a microbatch, unordered; equal ones are counted
 NOT_GIVEN = (
     "the job drew data that is in none of the microbatches given to the check: pass those that this rank's replica "
     "trains in the step"
@@ -18,23 +18,23 @@ NOT_GIVEN = (
 
 
 def content(microbatch: Any) -> Content:
-    """That of the tensors in ``microbatch``, in whatever form a framework wants them."""
+    """Return the content of all tensors in ``microbatch``, in any framework's form."""
     counts = Counter(digest(leaf) for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
     return frozenset((one, number) for one, count in counts.items() for number in range(count))
 
 
 def content_of_rows(tensors: Iterable[Any]) -> Content:
-    """That of the rows of ``tensors``, of which a framework cuts or joins microbatches."""
+    """Return the content of the rows of ``tensors``; frameworks cut or join microbatches by rows."""
     return frozenset(_rows(tensors))
 
 
 def _rows(tensors: Iterable[Any]) -> Iterator[tuple[bytes, int]]:
-    """The contents of the rows of ``tensors``, in their order."""
+    """Yield the content of each row in ``tensors``."""
     yield from ((digest(row), 0) for one in tensors if isinstance(one, Tensor) and one.dim() for row in one)
 
 
 class Drawn:
-    """What was drawn so far. Where a rank draws nothing, or its adapter does not see it, that is nothing."""
+    """Data drawn so far; empty if a rank draws none, or its adapter cannot observe it."""
 
     def __init__(self) -> None:
         self.fence = Fence()
@@ -48,26 +48,26 @@ class Drawn:
 
     @looking
     def note_rows(self, tensors: Iterable[Any]) -> None:
-        """Note what goes into a pipeline that cuts it itself."""
+        """Note the rows of a pipeline's input before the cut."""
         self._drawn.extend(frozenset([row]) for row in _rows(tensors))
 
     @looking
     def note_targets(self, tensors: Iterable[Any]) -> None:
-        """Note the rows of targets, which tell the order of what is drawn where its inputs are not seen."""
+        """Note rows of targets, which give the order if inputs go unobserved."""
         self._targets.extend(frozenset([row]) for row in _rows(tensors))
 
     def noting(self, source: Any) -> Any:
-        """``source``, from which the job draws, noting what it does; None stays None."""
+        """Wrap ``source``, the job's data, to note every draw; None stays None."""
         return None if source is None else _Noted(source, self)
 
     def is_other_than(self, given: Collection[Content]) -> bool:
-        """Whether something was drawn that is no part of what was ``given``, and of which nothing given is a part."""
+        """True if some drawn content neither contains nor belongs to the content ``given``."""
         known = frozenset[tuple[bytes, int]]().union(*given)
         some = [one for one in given if one]
         return bool(known) and any(not one <= known and not any(its <= one for its in some) for one in self._drawn)
 
     def order(self, given: Sequence[Content]) -> Sequence[int]:
-        """Which of the microbatches ``given`` was drawn first, which next; empty where content does not tell."""
+        """Return the order in which microbatches ``given`` were drawn; empty if content is ambiguous."""
         found: list[int] = []
         for one in self._drawn or self._targets:
             own = [k for k, its in enumerate(given) if its and (one <= its or its <= one)]
@@ -78,7 +78,7 @@ class Drawn:
 
 
 class _Noted:
-    """An iterator whose items are noted; all else is as it is."""
+    """An iterator that notes its items; otherwise like the original."""
 
     def __init__(self, source: Any, drawn: Drawn) -> None:
         self._source, self._drawn = source, drawn
@@ -97,5 +97,5 @@ class _Noted:
 
 
 def contents(microbatches: Sequence[Any] | None) -> list[Content]:
-    """That of each; nothing where a rank has none."""
+    """Return the content of each microbatch; empty for None."""
     return [content(one) for one in microbatches or ()]

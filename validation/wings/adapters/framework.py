@@ -1,4 +1,4 @@
-"""What every adapter of a framework needs: its package, and sentences for what it does not cover."""
+"""Common base of framework adapters: the package, and messages for unsupported use."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox.task import WhiteBoxError, check_builds, form, shown
+from pipeproof.whitebox.task import WhiteBoxError, check_builds, form, show
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.whitebox.validator import validate as validated
 from pipeproof.worlds.shipping import FIRST
@@ -26,16 +26,16 @@ _ON_CPU: set[str] = set()  # frameworks that this process had run without a GPU
 
 
 class AdapterError(WhiteBoxError):
-    """A framework is missing, of a version that is not known, or used in a way that is not covered."""
+    """A framework is missing, of an unknown version, or used in an unsupported way."""
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework, as it is installed and imported, and the versions that its adapter knows.
+    """A framework's package, and the versions supported by its adapter.
 
-    child: what its reference calls the user's model, which is in it. axes: in the order in which it numbers ranks;
-    neighbours differ along the last; none: any. own: packages that keep a rank's state, of which simulated ranks have
-    one each; None: its own. shim: has it run without a GPU; may be called again.
+    child: attribute of the reference that holds the user's model. axes: in the order of its rank numbers; neighbours
+    differ along the last; none: any. own: packages with state that each simulated rank needs for itself; None: its own.
+    shim: prepares a run without a GPU; may be called again.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Framework:
 
     @property
     def adapter(self) -> str:
-        """What its users call."""
+        """Name of the adapter for users."""
         return f"pipeproof.{self.root}"
 
     @contextmanager
     def imports(self) -> Iterator[None]:
-        """While this is open, import what imports the framework. From then on it runs without a GPU, too.
+        """Import the framework's dependents while open. Afterwards it also runs without a GPU.
 
-        Each framework's module has this. Raises its error, in one sentence, where the framework is not installed, or
-        what it needs is not. Where there is a GPU, nothing is changed.
+        Each framework's module has this. Raises its error, in one sentence, if the framework or a dependency is
+        missing. Changes nothing on a machine with a GPU.
         """
         __tracebackhide__ = True
         try:
@@ -75,13 +75,13 @@ class Framework:
             raise AdapterError(f"{self.name} needs {error.name}, which is not installed: {self.install}") from None
 
     def on_cpu(self) -> None:
-        """Have it run without a GPU, where there is none."""
+        """Prepare it for a machine without a GPU."""
         if self.shim is not None and torch.accelerator.current_accelerator(check_available=True) is None:
             _ON_CPU.add(self.name)
             self.shim()
 
     def module(self, name: str = "") -> ModuleType:
-        """Its package, or the module ``name`` in it."""
+        """Import its package, or the module ``name`` in it."""
         try:
             package = importlib.import_module(self.package)
         except ModuleNotFoundError as error:
@@ -100,15 +100,15 @@ class Framework:
         return f"{self.name} {self.module().__version__}"
 
     def own_name(self, name: str) -> str:
-        """What the user's model calls the parameter that the reference calls ``name``."""
+        """Translate a parameter's name from the reference to the user's model."""
         return name.removeprefix(f"{self.child}.") if self.child else name
 
     def in_whole(self, name: str) -> str:
-        """What the reference calls the parameter that the user's model calls ``name``."""
+        """Translate a parameter's name from the user's model to the reference."""
         return f"{self.child}.{name}" if self.child else name
 
     def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
-        """Raise for an option that is not as it is ``covered``. What is not ``given`` is not looked at."""
+        """Raise for a ``given`` option with a value other than the ``covered``."""
         for name, value in covered.items():
             if given.get(name, value) != value:
                 raise AdapterError(
@@ -116,7 +116,7 @@ class Framework:
                 )
 
     def mesh(self, ranks: int | Sequence[int] | Mapping[str, int]) -> int | Sequence[int] | Mapping[str, int]:
-        """Ranks as the framework numbers them."""
+        """Return ranks in the framework's numbering."""
         if not self.axes or not isinstance(ranks, Mapping):
             return ranks
         if other := [axis for axis in ranks if axis not in self.axes]:
@@ -124,9 +124,9 @@ class Framework:
         return {axis: ranks.get(axis, 1) for axis in self.axes}
 
     def judge(self, whitebox: Any) -> Callable[..., Verdict]:
-        """What judges a step: on the ranks of ``whitebox``, or where that is None, on ranks of its own."""
+        """Return a validator on the ranks of ``whitebox``, or on separate ranks if None."""
         if not isinstance(whitebox, WhiteBox | None):
-            raise AdapterError(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
+            raise AdapterError(f"whitebox is {show(whitebox)}: expected pytest's fixture of that name, or None")
         if whitebox is not None:
             whitebox.world.own_modules |= {self.root} if self.own is None else set(self.own)
         validate = validated if whitebox is None else whitebox.validate
@@ -141,26 +141,29 @@ class Framework:
             FIRST.remove(self.on_cpu)
 
     @staticmethod
-    def expect(what: str, given: Any, kinds: Any, due: str) -> None:
-        """Raise where what is ``given`` is none of these ``kinds``; ``due`` says in words what it is to be."""
+    def expect(what: str, given: Any, kinds: Any, expected: str) -> None:
+        """Raise unless ``given`` has one of these ``kinds``; ``expected``: the kinds in words."""
         if not isinstance(given, kinds):
-            raise AdapterError(f"{what} is a {type(given).__name__}: expected {due}")
+            raise AdapterError(f"{what} is a {type(given).__name__}: expected {expected}")
 
     @staticmethod
-    def expect_function(what: str, given: Any, due: str) -> None:
-        """Raise where what is ``given`` as ``what`` is no function; ``due`` says in words which one it is to be."""
+    def expect_function(what: str, given: Any, expected: str) -> None:
+        """Raise unless ``given`` is a function; ``expected``: the function in words.
+
+        ``expected`` says in words which one it is to be.
+        """
         if not callable(given) or isinstance(given, type):
-            raise AdapterError(f"{what} is {shown(given)}: expected {due}")
+            raise AdapterError(f"{what} is {show(given)}: expected {expected}")
 
     @staticmethod
-    def expect_count(option: str, count: int | None, due: int, what: str = "microbatches") -> None:
-        """Raise unless ``count``, which the ``option`` has, is that of the step; None: nothing says it."""
-        if count is not None and count != due:
-            raise AdapterError(f"{option} is {count}, and the step has {due} {what}: let both be the same")
+    def expect_count(option: str, count: int | None, expected: int, what: str = "microbatches") -> None:
+        """Raise unless the ``option`` has the step's ``count``; None: unknown."""
+        if count is not None and count != expected:
+            raise AdapterError(f"{option} is {count}, and the step has {expected} {what}: let both be the same")
 
     @staticmethod
-    def listed(microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:
-        """The ``microbatches``. Raises where they are no list: one that is drawn from is the job's, and left alone."""
+    def list_microbatches(microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:
+        """Return ``microbatches`` in a list. Raises for an iterator, which belongs to the job and stays untouched."""
         if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
             found = "None" if microbatches is None else f"a {type(microbatches).__name__}"
             raise AdapterError(f"{what} is {found}: expected a list of those of the step")
@@ -169,14 +172,14 @@ class Framework:
         return microbatches
 
     @staticmethod
-    def built(build: Any, *given: Any) -> Any:
-        """What ``build``, the user's reference, gives for what it is ``given``. Raises where it is no function."""
+    def build(build: Any, *given: Any) -> Any:
+        """Call ``build``, the user's reference, with these arguments. Raises unless it is a function."""
         check_builds("reference", build, AdapterError)
         return build(*given)
 
     @staticmethod
     def check_neighbours(stage: int, replicas: int, numbering: str) -> None:
-        """Raise where this rank, which has ``stage``, is numbered otherwise than ``whitebox.validate`` numbers it."""
+        """Raise if this rank, with ``stage``, has a number that differs from ``whitebox.validate``'s."""
         rank = dist.get_rank()
         if stage != rank // replicas:
             raise AdapterError(
@@ -186,14 +189,14 @@ class Framework:
 
     @staticmethod
     def check_dropout(model: nn.Module, *, what: str = "") -> None:
-        """Raise for a module of torch's that drops out; ``what`` stands before its name."""
+        """Raise for an active torch dropout module; ``what`` precedes its name."""
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.p:
                 raise AdapterError(f"{what}{name} drops out with p={module.p}: set p to 0 for the check")
 
     @staticmethod
     def check_types(module: nn.Module, reference: nn.Module, which: str) -> None:
-        """Raise where the framework cast ``module``, and the reference was not; ``which`` it is, in words."""
+        """Raise if the framework cast ``module`` but not the reference; ``which``: its description."""
         types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
         if theirs := sorted(map(str, types[0] - types[1])):
             ours = ", ".join(sorted(map(str, types[1])))
@@ -201,15 +204,14 @@ class Framework:
 
     @staticmethod
     def check_dtype(dtype: Any) -> None:
-        """Raise where ``dtype`` is neither None nor a type of torch's."""
+        """Raise unless ``dtype`` is None or a torch type."""
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise AdapterError(f"dtype is {dtype!r}: expected a torch.dtype, as torch.bfloat16")
 
     def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
-        """Give the parameters, by their names in the reference, its weights; also where a rank has a shard of one.
+        """Load weights of ``reference`` into parameters, by its names; shards get their part.
 
-        ``reference`` may be the user's model, too. Raises where it has no such parameter, or one of another shape or
-        type.
+        ``reference`` may be the user's model. Raises for a missing parameter, or another shape or type.
         """
         weights = dict(reference.named_parameters(remove_duplicate=False))
         for name, one in parameters:
@@ -227,8 +229,8 @@ class Framework:
                 one.copy_(whole)
 
 
-def unwrapped(name: str, *wrappers: str) -> str:
-    """A parameter's name without the parts that are ``wrappers`` around modules."""
+def unwrap(name: str, *wrappers: str) -> str:
+    """Remove the names of ``wrappers`` around modules from a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
@@ -236,8 +238,8 @@ _NOTHING = object()
 
 
 @contextmanager
-def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """While this is open, ``place`` has ``by`` under that name; then again what it had of its own, or nothing."""
+def replace_attribute(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Set attribute ``name`` of ``place`` while open; then restore or delete it."""
     own = vars(place).get(name, _NOTHING)
     setattr(place, name, by)
     try:
@@ -251,15 +253,15 @@ def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def around(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """While this is open, a call of ``name`` in ``place`` is one of ``by``, which is given what was there, and all."""
+    """Wrap function ``name`` in ``place`` while open: ``by`` gets the original and its arguments."""
     inner = getattr(place, name)
-    with replaced(place, name, wraps(inner)(partial(by, inner))):
+    with replace_attribute(place, name, wraps(inner)(partial(by, inner))):
         yield
 
 
 @contextmanager
-def launched(**more: str) -> Iterator[None]:
-    """While this is open, the environment has what a launcher would have set on this rank, and ``more``."""
+def launch_environment(**more: str) -> Iterator[None]:
+    """Set a launcher's environment for this rank, and ``more``, while open."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     wanted = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks, **more}
     added = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -1,4 +1,4 @@
-"""One step of a running job that a framework runs, as its adapter sees it, held against one device or itself."""
+"""One step of a framework's running job, checked against one device or link by link."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,9 +23,9 @@ from pipeproof.wings.adapters.step import FrameworkStep
 
 @dataclass(frozen=True)
 class JobStep:
-    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against.
+    """A framework's step on a rank, the microbatches of this rank's replica, and the expectation.
 
-    given: what is in these, as the job draws them; nothing where a rank has none, or that is not seen.
+    given: their content in the form drawn by the job; empty if absent or unobserved.
     """
 
     step: FrameworkStep
@@ -38,15 +38,15 @@ class JobStep:
 def checking(
     step: Callable[[], JobStep], *, timeout_s: float, composed: StepExpectation | None = None
 ) -> Iterator[CheckedStep]:
-    """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one.
+    """Check the result of ``step``. Its errors become the verdict's, and other ranks do not wait for this one.
 
-    ``composed``: what the user gave, where the step is held against itself; then not every step is checked.
+    ``composed``: the user's expectation for a composed check, which may skip steps.
     """
     turn = 0 if composed is None else composed.turn()
     if turn is None:
         yield Unchecked()
         return
-    made, why = _made(step)
+    made, why = _make(step)
     check = _check_of(made, composed, timeout_s, turn)
     if made is None:
         check.refuse(why)
@@ -60,7 +60,7 @@ def checking(
             stack.enter_context(made.step.watching(sight))
             if isinstance(made.against, StepExpectation):
                 stack.enter_context(sight.watching(made.against.optimizers))
-            stack.enter_context(_begun(made.step, check))
+            stack.enter_context(_note_begun(made.step, check))
             watched = True
         yield check
         if watched:
@@ -68,7 +68,7 @@ def checking(
 
 
 def _check_of(made: JobStep | None, composed: StepExpectation | None, timeout_s: float, turn: int) -> CheckedStep:
-    """The check of a step; where none could be ``made``, one that tells others why."""
+    """Return the check of a step; without one, a check that informs others of the reason."""
     against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
     stages: Mapping[int, nn.Module] = {}
     microbatches: Pairs | None = None
@@ -82,8 +82,8 @@ def _check_of(made: JobStep | None, composed: StepExpectation | None, timeout_s:
 
 
 @contextmanager
-def _begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
-    """While this is open, show ``check`` what each stage's gradients are added to, when it is first called."""
+def _note_begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
+    """Show ``check`` each stage's initial gradients at its first call, while open."""
     hooks = dict[int, Any]()
 
     def first(stage: int, *_: Any) -> None:
@@ -101,10 +101,10 @@ def _begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
             hook.remove()
 
 
-def _made(step: Callable[[], JobStep]) -> tuple[JobStep | None, str]:
+def _make(step: Callable[[], JobStep]) -> tuple[JobStep | None, str]:
     try:
         return step(), ""
     except WhiteBoxError as error:
         return None, str(error)
-    except Exception as error:  # no one type: what is given may be anything
+    except Exception as error:  # all types: the arguments may be anything
         return None, f"the check cannot be made of this: {type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Megatron-core: a step that pipeproof starts, or one of a running job.
+"""Megatron-core: a schedule's step, started by pipeproof or in a running job.
 
-A user's step makes its chunks as ever and trains inside ``observed``, which hands its own ``forward_step`` and
-``data_iterator`` to Megatron's schedule. The reference is called by the same forward step. Nothing of Megatron is
-imported before one of these is called.
+A user's step builds its chunks as usual and trains inside ``observe``, which passes its own ``forward_step`` and
+``data_iterator`` to Megatron's schedule. The reference is called by the same forward step. Megatron is imported only
+when one of these functions is called.
 """
 
 import re
@@ -38,14 +38,14 @@ from pipeproof.wings.adapters.megatron_whole import (
     check_config,
     core,
     forget_group,
-    undivided,
+    whole_loss,
 )
 from pipeproof.wings.adapters.recording import StepRecording
 from pipeproof.wings.adapters.sight import Observation
 from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
 from pipeproof.wings.adapters.whole import Whole
 
-__all__ = ["MegatronError", "check_step", "imports", "observed", "record_step", "validate"]
+__all__ = ["MegatronError", "check_step", "imports", "observe", "record_step", "validate"]
 
 MegatronError = AdapterError
 imports = MEGATRON.imports
@@ -55,20 +55,19 @@ _NO_STEP = "optimizer.step was not called in the block: pass the optimizer that 
 
 
 @contextmanager
-def observed(
+def observe(
     chunks: Any, forward_step: ForwardStep, microbatches: Sequence[Any], reference: nn.Module, optimizer: Any = None
 ) -> Iterator[Observation]:
-    """Observe the step that is trained inside this, from the weights of ``reference``.
+    """Observe the step trained in this block, from weights of ``reference``.
 
-    chunks: as Megatron's schedule is given them. optimizer: Megatron's, if the step calls it. Then its gradients are
-    noted when it is called, and the norm when it returns. Without it, gradients are what there is at ``handed_back``.
-    What this gives has a ``forward_step`` and a ``data_iterator`` to hand to Megatron's schedule. Raises
-    ``MegatronError`` for what is not covered.
+    chunks: as for Megatron's schedule. optimizer: Megatron's, if the step calls it: gradients are then noted at its
+    call, and the norm at its return. Without it, gradients are read at ``result()``. The result has a ``forward_step``
+    and a ``data_iterator`` for Megatron's schedule. Raises ``MegatronError`` for unsupported use.
     """
     own = Megatron(chunks, optimizer)
-    with own.fed(), adapter.observed(own, microbatches, reference) as seen:
-        seen.forward_step = forward_step
-        yield seen
+    with own.fed(), adapter.observe(own, microbatches, reference) as observed:
+        observed.forward_step = forward_step
+        yield observed
 
 
 def validate(
@@ -81,17 +80,17 @@ def validate(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on ``step(reference, microbatches)``, which trains Megatron's chunks inside ``observed``.
+    """The verdict on ``step(reference, microbatches)``, which trains Megatron's chunks inside ``observe``.
 
     reference: builds the whole model, with a config for one stage. forward_step: as Megatron's schedule is given it.
-    microbatches: tuples of tensors, as the data iterator gives them. ranks: how many, all of one pipeline; or
-    ``{"pp": 2, "dp": 2}``. optimizer: makes the reference's, as for ``whitebox.validate``. whitebox: whose ranks to
-    use, as pytest's fixture; None: own ones.
+    microbatches: tuples of tensors, as the data iterator gives them. ranks: how many, all of one pipeline; or ``{"pp":
+    2, "dp": 2}``. optimizer: makes the reference's, as for ``whitebox.validate``. whitebox: whose ranks to use, as
+    pytest's fixture; None: own ones.
 
     Raises ``MegatronError``, and what ``whitebox.validate`` raises.
     """
     core()
-    whole = whole_of(reference, forward_step, MEGATRON.listed(microbatches))
+    whole = whole_of(reference, forward_step, MEGATRON.list_microbatches(microbatches))
     return adapter.validate(MEGATRON, step, whole, ranks=ranks, whitebox=whitebox, optimizer=optimizer)
 
 
@@ -106,20 +105,19 @@ def check_step(
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> Iterator[CheckedStep]:
-    """A context manager around one training step of a running job. Every rank enters it.
+    """Check one training step of a running job in this block. Every rank enters it.
 
-    chunks: as Megatron's schedule is given them. optimizer: Megatron's; None if the block does not step, and gradients
-    are what there is at its end. forward_step: as the schedule is given it. microbatches: what its data iterator gives
-    in the step, those of this rank's replica; None on a rank that does not have them, and not on rank 0. reference:
-    builds the whole model, with a config for one stage; or a ``Composed``, for a model too large for one device: the
-    ranks of the first and of the last stage then have microbatches. What that is given of a loss is not used. All else
-    is as for ``deepspeed.check_step``.
+    chunks, forward_step: as for Megatron's schedule. optimizer: Megatron's; None if the block does not step: gradients
+    are then read at its end. microbatches: items of the data iterator in the step, for this rank's replica; None on
+    ranks without them; rank 0 must have them. reference: builds the whole model, with a config for one stage; or a
+    ``StageByStage``, for a model too large for one device: ranks with the first or last stage then have microbatches,
+    and its loss is ignored. Otherwise like ``deepspeed.check_step``.
     """
     own = Megatron(chunks, optimizer, forward_step, draws=isinstance(reference, StepExpectation))
     try:
         with ExitStack() as stack:
             if own.draws:
-                with suppress(AdapterError):  # the check will say what no chunks are
+                with suppress(AdapterError):  # the check reports invalid chunks
                     stack.enter_context(own.fed())
             check = adapter.check_step(own, microbatches, reference=reference, floors=floors, timeout_s=timeout_s)
             yield stack.enter_context(check)
@@ -130,18 +128,18 @@ def check_step(
 def record_step(
     chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
+    """Record one step of a running job in this block, into the file at ``path``.
 
-    chunks, optimizer: as for ``check_step``. All else is as for ``deepspeed.record_step``.
+    chunks, optimizer: as for ``check_step``. Otherwise like ``deepspeed.record_step``.
     """
     return adapter.record_step(Megatron(chunks, optimizer), microbatches, path, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
 class Megatron(Adapter):
-    """Chunks, the optimizer that takes the step, if one does, and the forward step.
+    """Chunks, the optimizer of the step, if used, and the forward step.
 
-    draws: stages may have dropout, for what is drawn can be drawn again.
+    draws: stages may have dropout, because random numbers can be repeated.
     """
 
     given: Any
@@ -152,7 +150,7 @@ class Megatron(Adapter):
 
     @property
     def chunks(self) -> list[Any]:
-        """One chunk or several. Raises for what has no module in it."""
+        """One or several chunks. Raises for an empty one."""
         found = list(self.given) if isinstance(self.given, list | tuple) else [self.given]
         if not found or not all(isinstance(one, nn.Module) for one in found):
             kinds = ", ".join(type(one).__name__ for one in found) or "an empty list"
@@ -168,11 +166,11 @@ class Megatron(Adapter):
         rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
         stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
         names = {stage: global_names(model) for stage, model in stages.items()}
-        told = getattr(optimizer, "config", None)
+        config = getattr(optimizer, "config", None)
 
         def gradients() -> dict[nn.Parameter, Gradient]:
             found = {one: gradient for chunk in chunks for one, gradient in gradients_of(chunk).items()}
-            return {one: divided(gradient, scale_of(optimizer)) for one, gradient in found.items()}
+            return {one: divide(gradient, scale_of(optimizer)) for one, gradient in found.items()}
 
         return FrameworkStep(
             stages,
@@ -182,9 +180,9 @@ class Megatron(Adapter):
             partial(_watching, optimizer, losses, drawn),
             unfinished=None if optimizer is None else AdapterError(_NO_STEP),
             drawn=drawn,
-            max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
-            masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
-            sum_of=lambda one: divided(main_gradient(one), scale_of(optimizer)),
+            max_norm=lambda: getattr(config, "clip_grad", None) or None,  # 0: it does not clip
+            masters=bool(getattr(config, "bf16", False) or getattr(config, "fp16", False)),
+            sum_of=lambda one: divide(main_gradient(one), scale_of(optimizer)),
             accumulation=self._accumulation(),
         )
 
@@ -214,16 +212,17 @@ class Megatron(Adapter):
 
     @contextmanager
     def fed(self) -> Iterator[None]:
-        """While this is open, what the stage before sent comes into chunks as an argument too."""
+        """Pass the previous stage's output to chunks as an argument too, while open."""
         with ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(fed(bare(chunk)))
             yield
 
     def _accumulation(self) -> Accumulation | None:
-        """What is in bf16 is added up in the type of ``main_grad``, in fp32 where Megatron is told to, also of
-        replicas. ``finalize_model_grads`` reduces them, then the copies of a shared weight, and divides by tokens if it
-        is told to."""
+        """Return the types of accumulation: for bf16 that of ``main_grad``, or fp32 if configured, also over replicas.
+
+        ``finalize_model_grads`` reduces replicas, then tied copies, and optionally divides by tokens.
+        """
         models = [bare(chunk) for chunk in self.chunks]
         held = [one for model in models for one in model.parameters() if hasattr(one, "main_grad")]
         if not held or held[0].dtype == torch.float32:
@@ -232,7 +231,7 @@ class Megatron(Adapter):
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
-    """What the parameters of a stage's model are called in the whole model, by their names here.
+    """Return the whole model's name of each parameter in a stage's model.
 
     Layers count from 0 on every stage; each knows its number in the whole model, from 1. The output layer of a model
     that shares its embeddings has a copy of them.
@@ -253,12 +252,12 @@ def global_names(model: nn.Module) -> dict[str, str]:
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient that Megatron's optimizer takes: where its DDP is, ``.grad`` is never it."""
+    """Return the gradient for Megatron's optimizer: with its DDP, never ``.grad``."""
     return getattr(parameter, "main_grad", parameter.grad)
 
 
 def gradients_of(chunk: Any) -> dict[nn.Parameter, Gradient]:
-    """The gradients of a chunk, as Megatron's optimizer is about to take them, where they are."""
+    """Return a chunk's gradients before the optimizer's step, in place."""
     found: dict[nn.Parameter, Gradient] = {
         one: main_gradient(one) for one in bare(chunk).parameters() if one.requires_grad
     }
@@ -270,7 +269,7 @@ def gradients_of(chunk: Any) -> dict[nn.Parameter, Gradient]:
 
 
 def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
-    """What this rank has of the gradients in ``buffer``, every bucket of which is cut up among replicas."""
+    """Yield this rank's shards of gradients in ``buffer``, whose buckets are each split among replicas."""
     ranks = buffer.data_parallel_group.size()
     for parameter, (start, end, number) in buffer.param_index_map.items():
         bucket = buffer.buckets[number]
@@ -281,8 +280,8 @@ def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
         yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
 
 
-def divided(gradient: Gradient, scale: float) -> Gradient:
-    """The ``gradient`` of a loss that was multiplied by ``scale``, divided by it as Megatron's optimizer will do."""
+def divide(gradient: Gradient, scale: float) -> Gradient:
+    """Divide a ``gradient`` by the loss ``scale``, as Megatron's optimizer will."""
     if gradient is None or scale == 1.0:
         return gradient
     if isinstance(gradient, FlatShard):
@@ -291,15 +290,15 @@ def divided(gradient: Gradient, scale: float) -> Gradient:
 
 
 def scale_of(optimizer: Any) -> float:
-    """What Megatron's optimizer divides gradients by, which is to be the scale of the loss; 1 where it does not."""
-    told = getattr(optimizer, "get_loss_scale", None)
+    """Return the divisor of Megatron's optimizer, which should be the loss scale; 1 without one."""
+    scale = getattr(optimizer, "get_loss_scale", None)
     nothing = not getattr(optimizer, "chained_optimizers", True)  # to step: such a one asks for a GPU
-    return 1.0 if told is None or nothing else float(told())
+    return 1.0 if scale is None or nothing else float(scale())
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What Megatron's ``optimizer`` divides gradients by, as a scaler tells it."""
+    """The divisor of Megatron's ``optimizer``, in the form of a scaler."""
 
     optimizer: Any
 
@@ -310,14 +309,13 @@ class LossScale:
 
 @contextmanager
 def _watching(optimizer: Any, losses: list[Tensor], drawn: Drawn, sight: Sight) -> Iterator[None]:
-    """While this is open, note every loss that Megatron's schedules are given, before they divide it in place, and the
-    data that a forward step draws; tell ``sight`` that the optimizer is about to step, and the norm."""
+    """Note data, and losses before Megatron divides them in place; notify ``sight`` of the step and the norm."""
     place = core("pipeline_parallel.schedules")
 
-    def noted(calculate: Any, model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
+    def note(calculate: Any, model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
         def noting(*given: Any, **also: Any) -> Any:
             results = function(*given, **also)
-            losses.append(undivided(results, config).detach().clone())
+            losses.append(whole_loss(results, config).detach().clone())
             return results
 
         return calculate(model, output, noting, config, *more, **named)
@@ -329,7 +327,7 @@ def _watching(optimizer: Any, losses: list[Tensor], drawn: Drawn, sight: Sight) 
         return result[1] if isinstance(result, tuple) and len(result) == 3 else None
 
     with ExitStack() as stack:
-        stack.enter_context(around(place, "forward_step_calc_loss", noted))
+        stack.enter_context(around(place, "forward_step_calc_loss", note))
         stack.enter_context(around(place, "forward_step", drawing))
         if optimizer is not None:
             stack.enter_context(around(optimizer, "step", telling(sight, norm_in)))
@@ -352,5 +350,5 @@ def _check_forward_step(forward_step: Any) -> None:
 
 
 def _inputs(microbatch: Any) -> tuple[Any, ...]:
-    """All of it goes into stages and the reference."""
+    """Return the whole microbatch, as input of stages and reference."""
     return tuple(microbatch) if isinstance(microbatch, tuple | list) else (microbatch,)

@@ -1,4 +1,4 @@
-"""A chunk of Megatron's as a stage: what comes into it, and the loss of what it gives."""
+"""A Megatron chunk in the role of a stage: its inputs, and the loss of its output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pipeproof.wings.adapters.megatron_whole import ForwardStep, bare, core, undivided
+from pipeproof.wings.adapters.megatron_whole import ForwardStep, bare, core, whole_loss
 
-_beside: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by model, what was set beside it
+_beside: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # the input set beside each model
 
 
 class _Fed:
-    """A model of Megatron's, beside which what the stage before sent is set: that comes in as an argument, too."""
+    """A Megatron model that gets the previous stage's output by a setter, and here as an argument too."""
 
     def set_input_tensor(self: Any, tensor: Any) -> None:
         _beside[self] = tensor[0] if isinstance(tensor, list) else tensor
@@ -25,7 +25,7 @@ class _Fed:
         return super().__call__(*arguments, **{"stage_input": _beside.get(self)} | named)  # type: ignore[misc]
 
     def forward(self: Any, *arguments: Any, stage_input: Any = None, **named: Any) -> Any:
-        if stage_input is not _beside.get(self):  # it is run again, with what it was given
+        if stage_input is not _beside.get(self):  # a rerun, with its original inputs
             self.set_input_tensor(stage_input)
         return super().forward(*arguments, **named)  # type: ignore[misc]
 
@@ -37,7 +37,7 @@ def _fed_kind(kind: type) -> type:
 
 @contextmanager
 def fed(model: nn.Module) -> Iterator[None]:
-    """While this is open, what the stage before sent comes into ``model`` as an argument too, where it is watched."""
+    """Pass the previous stage's output to ``model`` as an argument, for the observer, while open."""
     kind = type(model)
     model.__class__ = _fed_kind(kind)  # type: ignore[arg-type]  # a class can be hashed
     try:
@@ -48,7 +48,7 @@ def fed(model: nn.Module) -> Iterator[None]:
 
 
 class _Giving(nn.Module):
-    """In the place of a chunk whose output is known: that is what it gives, whatever it is called with."""
+    """Replaces a chunk with known output: returns it for any input."""
 
     def __init__(self, config: Any, output: Tensor) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Giving(nn.Module):
 
 
 class LossOf:
-    """The loss of what the last of ``chunks`` gives of a microbatch, undivided: by the job's own ``forward_step``."""
+    """The undivided loss of the last of ``chunks`` on a microbatch, by the job's own ``forward_step``."""
 
     def __init__(self, chunks: Sequence[Any], forward_step: ForwardStep) -> None:
         self._config: Any = bare(chunks[-1]).config
@@ -69,11 +69,11 @@ class LossOf:
     def __call__(self, output: Tensor, microbatch: Any) -> Tensor:
         given = output.float() if self._widens and output.dtype in (torch.bfloat16, torch.float16) else output
         made, function = self._forward_step(iter([microbatch]), _Giving(self._config, given))
-        return undivided(function(made), self._config)
+        return whole_loss(function(made), self._config)
 
 
 def _widens(chunk: Any) -> bool:
-    """Whether what is around a model gives in fp32 what the model gives in 16 bits."""
+    """True if a model's wrapper casts 16-bit outputs to fp32."""
     kind = core("transformer.module").Float16Module
     while isinstance(chunk, nn.Module) and not isinstance(chunk, kind):
         chunk = getattr(chunk, "module", None)

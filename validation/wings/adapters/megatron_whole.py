@@ -1,4 +1,4 @@
-"""The reference of a step of Megatron-core: the whole model on one rank, by the same forward step."""
+"""The reference for a Megatron-core step: the whole model on one rank, by the same forward step."""
 
 import copy
 import re
@@ -50,14 +50,14 @@ _STEADY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def check_config(config: Any, *, draws: bool = False) -> None:
-    """Raise ``AdapterError`` for what would be judged wrongly; ``draws``: what is drawn can be drawn again."""
+    """Raise ``AdapterError`` for unsupported use; ``draws``: random numbers can be repeated."""
     MEGATRON.covers(vars(config), _COVERED if draws else _COVERED | _STEADY)
 
 
-def undivided(results: Sequence[Any], config: Any) -> Tensor:
-    """A microbatch's loss, as the convention of a loss function with so many results has it.
+def whole_loss(results: Sequence[Any], config: Any) -> Tensor:
+    """Return a microbatch's loss, by Megatron's convention for the number of results.
 
-    Of two, the first. Of three, the mean over the second, its tokens, unless the gradients are divided by all later.
+    Two: the first. Three: the mean over the second, its tokens, unless gradients are later divided by all tokens.
     """
     loss: Tensor = results[0]
     if len(results) == 3 and not config.calculate_per_token_loss:
@@ -66,13 +66,13 @@ def undivided(results: Sequence[Any], config: Any) -> Tensor:
 
 
 class WholeMegatron(nn.Module):
-    """The whole model; called with all of a microbatch, it gives the loss."""
+    """The whole model; called with a full microbatch, it returns the loss."""
 
     def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
         super().__init__()
-        with alone():
-            self.model, called = _as_called(MEGATRON.built(build))
-        self._called = (called,)  # in a tuple, so that no name of a parameter is of what is around the model
+        with pretend_alone():
+            self.model, called = _as_called(MEGATRON.build(build))
+        self._called = (called,)  # in a tuple, so that wrappers do not change parameter names
         self._forward_step = forward_step
         config: Any = getattr(bare(self.model), "config", None)
         if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
@@ -80,17 +80,17 @@ class WholeMegatron(nn.Module):
         check_config(config)
 
     def results(self, *microbatch: Tensor) -> Sequence[Any]:
-        """What the loss function makes of a microbatch."""
-        with alone():
+        """Return the loss function's results on a microbatch."""
+        with pretend_alone():
             output, function = self._forward_step(iter([microbatch]), *self._called)
             results: Sequence[Any] = function(output)
         return results
 
     def forward(self, *microbatch: Tensor) -> Tensor:
-        return undivided(self.results(*microbatch), bare(self.model).config)
+        return whole_loss(self.results(*microbatch), bare(self.model).config)
 
     def divisor(self, microbatches: Sequence[Any]) -> float:
-        """What losses are divided by: their number, or where the gradients are divided by tokens, that of all."""
+        """Return the divisor of losses: microbatches, or all tokens if gradients are divided by tokens."""
         if not bare(self.model).config.calculate_per_token_loss:
             return len(microbatches)
         with torch.no_grad():
@@ -106,7 +106,7 @@ class WholeMegatron(nn.Module):
 
 
 def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The model, and what Megatron calls: with bf16, what casts its weights, what comes in and what goes out."""
+    """Return the model, and its callable: with bf16, a wrapper that casts weights, inputs and outputs."""
     config = getattr(bare(model), "config", None)
     if not getattr(config, "bf16", False):
         return model, model
@@ -116,8 +116,8 @@ def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """While this is open, Megatron believes that there is one rank."""
+def pretend_alone() -> Iterator[None]:
+    """Make Megatron see a single rank while open."""
     state = core("parallel_state")
     own = not dist.is_initialized()
     if own:
@@ -137,7 +137,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def _draws_kept() -> Iterator[None]:
-    """While this is open, what is seeded changes nothing for what Megatron draws later."""
+    """Keep Megatron's later random numbers unchanged by seeds set in this block."""
     place = core("tensor_parallel.random")
     trackers = {name: value for name, value in vars(place).items() if name.startswith("_CUDA_RNG_STATE_TRACKER")}
     tracker = trackers.get("_CUDA_RNG_STATE_TRACKER")
@@ -155,7 +155,7 @@ belongs_to_rank(__name__, "_ones", fresh=lambda _: {})
 
 
 def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's groups and their ranks, all of this rank alone."""
+    """Return Megatron's groups and their ranks, each with this rank alone."""
     whole = dist.group.WORLD
     if id(whole) not in _ones:
         _ones.clear()
@@ -167,7 +167,7 @@ def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_group() -> None:
-    """Let go of the group of this rank alone: a job goes on without it."""
+    """Drop the group of this rank alone, before the job goes on."""
     for _, group in _ones.values():
         with suppress(ValueError):  # the job has let go of all groups
             dist.destroy_process_group(group)
@@ -176,7 +176,7 @@ def forget_group() -> None:
 
 @contextmanager
 def as_before(_: object) -> Iterator[None]:
-    """When this closes, Megatron's state is as it was, so that the next layout can be another."""
+    """Restore Megatron's state on exit, to allow another layout next."""
     state = core("parallel_state")
     before = state.model_parallel_is_initialized()
     try:

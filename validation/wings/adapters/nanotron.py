@@ -1,7 +1,7 @@
 """Nanotron: a step that pipeproof starts, or one of a running job.
 
-A user's step makes its trainer as ever and calls ``training_step`` inside ``observed``. The reference is made by the
-function that builds the model. Nothing of nanotron is imported before one of these is called.
+A user's step builds its trainer as usual and calls ``training_step`` inside ``observe``. The function that builds the
+model also builds the reference. nanotron is imported only when one of these functions is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.nanotron_place import (
     NANOTRON,
     NanotronStage,
-    alone,
     as_launched,
     bare,
     clipping_noted,
     context_of_one,
     core,
+    pretend_alone,
 )
 from pipeproof.wings.adapters.recording import StepRecording
 from pipeproof.wings.adapters.sight import Observation
@@ -38,7 +38,7 @@ from pipeproof.wings.adapters.step import FrameworkStep, Sight
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 from pipeproof.worlds.side_store import RanksAbsent, exchange
 
-__all__ = ["NanotronError", "check_step", "imports", "observed", "record_step", "validate"]
+__all__ = ["NanotronError", "check_step", "imports", "observe", "record_step", "validate"]
 
 NanotronError = AdapterError
 imports = NANOTRON.imports
@@ -50,16 +50,16 @@ _COVERED_MODELS = {"moe_config": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "re
 _NO_STEP = "optimizer.step was not called in the block: call trainer.training_step in it"
 
 
-def observed(
+def observe(
     trainer: Any, microbatches: Sequence[Microbatch], reference: nn.Module
 ) -> AbstractContextManager[Observation]:
-    """Observe the step that is trained inside this, from the weights of ``reference``.
+    """Observe the step trained in this block, from weights of ``reference``.
 
-    trainer: nanotron's, or what has its model, parallel_context, optimizer and grad_accumulator. microbatches: as the
-    step is given them, tensors by name. What this gives has a ``data_iterator`` for ``training_step``: where this rank
-    has no use for a tensor, it has a pointer to the rank that has. Raises ``NanotronError`` for what is not covered.
+    trainer: nanotron's, or an object with its model, parallel_context, optimizer and grad_accumulator. microbatches:
+    the step's, tensors by name. The result has a ``data_iterator`` for ``training_step``: for a tensor unused on this
+    rank, it has a pointer to the rank that uses it. Raises ``NanotronError`` for unsupported use.
     """
-    return adapter.observed(Nanotron(trainer), microbatches, reference)
+    return adapter.observe(Nanotron(trainer), microbatches, reference)
 
 
 def validate(
@@ -71,7 +71,7 @@ def validate(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on ``step(reference, microbatches)``, which trains a trainer of nanotron's inside ``observed``.
+    """Validate ``step(reference, microbatches)``, which trains a nanotron trainer inside ``observe``.
 
     reference: builds the model for a ``ParallelContext``, seeded; it is given one of a single rank. microbatches:
     tensors by name, as the model's forward takes them, for all replicas. ranks: how many, all of one pipeline; or
@@ -81,7 +81,7 @@ def validate(
     Raises ``NanotronError``, and what ``whitebox.validate`` raises.
     """
     core("parallel.pipeline_parallel.engine")
-    whole = whole_of(reference, NANOTRON.listed(microbatches))
+    whole = whole_of(reference, NANOTRON.list_microbatches(microbatches))
     return adapter.validate(NANOTRON, step, whole, ranks=ranks, whitebox=whitebox, optimizer=optimizer)
 
 
@@ -93,13 +93,12 @@ def check_step(
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[CheckedStep]:
-    """A context manager around one ``trainer.training_step`` of a running job. Every rank enters it.
+    """Check one ``trainer.training_step`` of a running job in this block. Every rank enters it.
 
-    trainer: nanotron's, or what has its model, parallel_context, optimizer and grad_accumulator. microbatches: those
-    that this rank's replica trains in the step, as its dataloader gives them: what this rank has a pointer for comes
-    from the rank of its pipeline that has it. None on a rank that has nothing of them. reference: builds the model for
-    a ``ParallelContext``; it is given one of a single rank. timeout_s bounds the wait for other ranks' microbatches,
-    too. All else is as for ``deepspeed.check_step``.
+    trainer: nanotron's, or an object with its model, parallel_context, optimizer and grad_accumulator. microbatches:
+    those that this rank's replica trains in the step, from its dataloader; tensors behind a pointer come from their
+    rank in the pipeline. None on ranks without any. reference: builds the model for a ``ParallelContext`` with a single
+    rank. timeout_s also bounds the wait for other ranks' microbatches. Otherwise like ``deepspeed.check_step``.
     """
     return adapter.check_step(Nanotron(trainer), microbatches, reference=reference, floors=floors, timeout_s=timeout_s)
 
@@ -107,16 +106,16 @@ def check_step(
 def record_step(
     trainer: Any, microbatches: Sequence[Microbatch] | None, path: str, *, timeout_s: float = 300.0
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
+    """Record one step of a running job in this block, into the file at ``path``.
 
-    trainer, microbatches: as for ``check_step``. All else is as for ``deepspeed.record_step``.
+    trainer, microbatches: as for ``check_step``. Otherwise like ``deepspeed.record_step``.
     """
     return adapter.record_step(Nanotron(trainer), microbatches, path, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
 class Nanotron(Adapter):
-    """A trainer of nanotron's, or what has its parts."""
+    """A nanotron trainer, or an object with its parts."""
 
     trainer: Any
     framework = NANOTRON
@@ -130,7 +129,7 @@ class Nanotron(Adapter):
         sums = trainer.grad_accumulator
 
         def gradient(one: nn.Parameter) -> Tensor | None:
-            """What microbatches' gradients are added to, and the optimizer takes."""
+            """Return the accumulated gradient, the optimizer's input."""
             name = names.get(one)
             found: Tensor | None = one.grad if sums is None or name is None else sums.get_grad_buffer(name=name)
             return found
@@ -139,7 +138,7 @@ class Nanotron(Adapter):
             {trainer.parallel_context.pp_pg.rank(): stage} if any(True for _ in model.parameters()) else {},
             lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
             lambda: {one: gradient(one) for one in names if one.requires_grad},
-            partial(stage.seen, losses),
+            partial(stage.require_observed, losses),
             partial(_watching, trainer, stage, (losses, drawn, bounds)),
             unfinished=None if trainer.optimizer is None else AdapterError(_NO_STEP),
             drawn=drawn,
@@ -150,7 +149,7 @@ class Nanotron(Adapter):
 
     def load(self, step: FrameworkStep, microbatches: Sequence[Any], reference: nn.Module) -> Iterator[Any]:
         trainer, context = self.trainer, self.trainer.parallel_context
-        self._check_count(NANOTRON.listed(microbatches))
+        self._check_count(NANOTRON.list_microbatches(microbatches))
         NANOTRON.check_neighbours(context.pp_pg.rank(), context.data_parallel_size, "nanotron's own ParallelContext")
         NANOTRON.load(step.parameters(), reference)
         if trainer.grad_accumulator is not None:  # it has copies in fp32, which the optimizer updates
@@ -163,16 +162,18 @@ class Nanotron(Adapter):
         self._check_count(microbatches)
         return whole_of(reference, microbatches)
 
-    def gathered(self, microbatches: Any, timeout_s: float) -> list[dict[str, Any]] | None:
-        """The microbatches of this rank's replica with what the ranks of its pipeline have of each."""
+    def gather(self, microbatches: Any, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Gather the microbatches of this rank's replica from the ranks of its pipeline."""
         group = getattr(getattr(self.trainer, "parallel_context", None), "dp_pg", None)
         replica = None if group is None else int(group.rank())  # None: the trainer does not tell
         try:
-            every = exchange().gather((replica, held(microbatches)), what="the step's microbatches", bound_s=timeout_s)
+            every = exchange().gather(
+                (replica, local_tensors(microbatches)), what="the step's microbatches", bound_s=timeout_s
+            )
         except RanksAbsent as absent:
             raise AdapterError(f"the step's microbatches are not known: {absent}") from None
         if microbatches is not None:
-            NANOTRON.listed(microbatches)
+            NANOTRON.list_microbatches(microbatches)
         joined = [dict(one) if isinstance(one, Mapping) else one for one in microbatches or ()]
         for own in (one for of, one in every if of == replica):
             joined = joined or [{} for _ in own]
@@ -182,15 +183,14 @@ class Nanotron(Adapter):
         return joined or None
 
     def share_of(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What this rank has of a microbatch, as nanotron's collators give it: labels at the last stage, the rest at
-        the first, and elsewhere a pointer to the rank that has it."""
+        """Return labels at the last stage, inputs at the first, and elsewhere pointers, like nanotron's collators."""
         pointer = core("parallel.pipeline_parallel.tensor_pointer").TensorPointer
         model, rank = bare(self.trainer.model), self.trainer.parallel_context.pp_pg.rank()
         at = {name: model.output_pp_rank if name.startswith("label") else model.input_pp_rank for name in microbatch}
         return {name: one if at[name] == rank else pointer(group_rank=at[name]) for name, one in microbatch.items()}
 
     def _check_covered(self) -> None:
-        """Raise for what would be judged wrongly."""
+        """Raise for unsupported use."""
         trainer, engines = self.trainer, core("parallel.pipeline_parallel.engine")
         if lacks := [name for name in _NEEDED if not hasattr(trainer, name)]:
             raise AdapterError(
@@ -222,23 +222,22 @@ class Nanotron(Adapter):
 def _watching(
     trainer: Any, stage: NanotronStage, notes: tuple[list[Tensor], Drawn, list[float]], sight: Sight
 ) -> Iterator[None]:
-    """While this is open, note losses, data and bounds of clipping, and tell ``sight`` of gradients before it, and the
-    norm."""
-    (losses, drawn, bounds), told = notes, False
+    """Note losses, data and clipping bounds; notify ``sight`` of gradients before clipping, and the norm."""
+    (losses, drawn, bounds), completed = notes, False
 
     def complete() -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal completed
+        if not completed:
+            completed = True
             sight.complete()
 
     def drawing(train: Any, model: Any, pg: Any, batch: Any, *more: Any, **named: Any) -> Any:
         return train(model, pg, drawn.noting(batch), *more, **named)
 
     def stepping(step: Any, *given: Any, **named: Any) -> Any:
-        nonlocal told
+        nonlocal completed
         complete()
-        told = False
+        completed = False
         return step(*given, **named)
 
     with ExitStack() as stack:
@@ -251,8 +250,8 @@ def _watching(
         yield
 
 
-def held(microbatches: Any) -> list[dict[str, Tensor]]:
-    """The tensors that this rank has of them, on the CPU: they go to ranks that have other devices."""
+def local_tensors(microbatches: Any) -> list[dict[str, Tensor]]:
+    """Return this rank's tensors on the CPU, because other ranks have other devices."""
     if not isinstance(microbatches, Sequence):
         return []
     named = [one if isinstance(one, Mapping) else {} for one in microbatches]
@@ -260,7 +259,7 @@ def held(microbatches: Any) -> list[dict[str, Tensor]]:
 
 
 def whole_of(reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
-    """The whole model, which gives the loss itself."""
+    """Return the whole model, which computes its own loss."""
     for number, one in enumerate(microbatches):
         if not isinstance(one, Mapping) or not one:
             raise AdapterError(f"microbatch {number} is a {type(one).__name__}: expected tensors by name")
@@ -270,17 +269,17 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whol
     named = [by_name(one) for one in microbatches]
     packed = Packed.of(named)
 
-    def given(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+    def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
         return model, [packed.unpack(one) for one in microbatches]
 
     data = [packed.pack(one) for one in named]
-    return Whole(reference, partial(built, reference, packed), data, given=given, alone=as_launched)
+    return Whole(reference, partial(build, reference, packed), data, given=prepare, alone=as_launched)
 
 
-def built(reference: Callable[..., Any], packed: Packed) -> Called:
-    """The whole model on one rank, called with all of a packed microbatch."""
-    with alone():
-        model = NANOTRON.built(reference, context_of_one())
+def build(reference: Callable[..., Any], packed: Packed) -> Called:
+    """Build the whole model on one rank, called with a full packed microbatch."""
+    with pretend_alone():
+        model = NANOTRON.build(reference, context_of_one())
     NANOTRON.expect("the reference", model, nn.Module, "a model of nanotron's")
     _check_model(model)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -294,13 +293,13 @@ def built(reference: Callable[..., Any], packed: Packed) -> Called:
 
 
 def _call(model: Any, microbatch: Microbatch) -> Tensor:
-    with alone():
+    with pretend_alone():
         output = model(**microbatch)
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise for a model that would be judged wrongly."""
+    """Raise for an unsupported model."""
     NANOTRON.covers(vars(getattr(model, "config", None) or nn.Module()), _COVERED_MODELS)
     NANOTRON.check_dropout(model)

@@ -1,4 +1,4 @@
-"""Where nanotron is: its package, what its ranks do inside a forward, and a place where there is one rank alone."""
+"""nanotron's environment: its package, its ranks' work inside a forward, and a context with a single rank."""
 
 import os
 from collections import deque
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
 from pipeproof.wings.adapters import on_cpu
-from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launched, replaced
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment, replace_attribute
 from pipeproof.wings.adapters.step import Sight
 
 NANOTRON = Framework(
@@ -30,7 +30,7 @@ NANOTRON = Framework(
 
 
 def core(name: str = "") -> ModuleType:
-    """Nanotron, or the module ``name`` in it. Raises ``AdapterError`` where it cannot be imported."""
+    """Import nanotron, or the module ``name`` in it. Raises ``AdapterError`` on failure."""
     try:
         return NANOTRON.module(name)
     except ImportError as error:
@@ -43,11 +43,11 @@ def bare(model: Any) -> Any:
 
 
 class NanotronStage(nn.Module):
-    """What this rank has of a model, whose blocks receive and send inside its forward.
+    """This rank's part of a model whose blocks receive and send inside its forward.
 
-    So that an observer sees a stage that is given tensors and makes some, this is called when a forward is over: with
-    ``taken``, what the microbatch has here and what came from the stage before. It gives ``made``, what went to the
-    next stage, or the loss.
+    It shows observers a stage with input and output tensors. It is called after a forward with ``taken``, the
+    microbatch's local tensors and the previous stage's output, and returns ``made``: the output for the next stage, or
+    the loss.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,10 +58,10 @@ class NanotronStage(nn.Module):
         self.made: list[Tensor] = []
         self.fence = Fence()
 
-    def seen(self, losses: list[Tensor]) -> list[Tensor]:
-        """``losses``; raises ``AdapterError`` where not all forwards were seen."""
+    def require_observed(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return ``losses``; raises ``AdapterError`` if some forwards went unobserved."""
         if self.fence.broken:
-            raise AdapterError(f"a forward of the model was not seen: {self.fence.broken}")
+            raise AdapterError(f"a forward of the model was not observed: {self.fence.broken}")
         return losses
 
     def forward(self, *_: Tensor) -> tuple[Tensor, ...]:
@@ -69,15 +69,15 @@ class NanotronStage(nn.Module):
 
     @contextmanager
     def noting(self, losses: list[Tensor]) -> Iterator[None]:
-        """While this is open, every forward of the model is also a call of this one, and ``losses`` grow."""
+        """Call this stage after every forward of the model, and extend ``losses``, while open."""
         place = core("parallel.pipeline_parallel.block")
 
-        def received(take: Any, *given: Any, **named: Any) -> Any:
+        def note_received(take: Any, *given: Any, **named: Any) -> Any:
             tensor = take(*given, **named)
             self.taken.append(tensor)
             return tensor
 
-        def sent(send: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
+        def note_sent(send: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
             self.made.append(tensor)
             return send(tensor, *given, **named)
 
@@ -85,7 +85,7 @@ class NanotronStage(nn.Module):
             self.taken = [named[name] for name in sorted(named) if isinstance(named[name], Tensor)]
             self.made = []
 
-        def ended(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        def note_end(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
             loss = output["loss"] if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
                 losses.append(loss.detach().clone())
@@ -94,9 +94,9 @@ class NanotronStage(nn.Module):
             self.taken, self.made = [], []
 
         with ExitStack() as stack:
-            stack.enter_context(around(place, "recv_from_pipeline_state_buffer", received))
-            stack.enter_context(around(place, "send_to_pipeline_state_buffer", sent))
-            before, after = (Hook(self.model, self.fence.around(one)) for one in (begins, ended))
+            stack.enter_context(around(place, "recv_from_pipeline_state_buffer", note_received))
+            stack.enter_context(around(place, "send_to_pipeline_state_buffer", note_sent))
+            before, after = (Hook(self.model, self.fence.around(one)) for one in (begins, note_end))
             stack.callback(self.model.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(after, with_kwargs=True).remove)
             yield
@@ -104,16 +104,16 @@ class NanotronStage(nn.Module):
 
 @contextmanager
 def clipping_noted(complete: Callable[[], None], bounds: list[float], sight: Sight) -> Iterator[None]:
-    """While this is open, note the first norm by which nanotron clips, and to which bound.
+    """Note the first norm of nanotron's clipping and its bound, while open.
 
-    Scripts import the function by name, so that it is replaced where all find it: inside torch's wrapper around it.
+    Scripts import the function by name, so the replacement goes inside torch's wrapper around it.
     """
     cell = _inside(core("optim.clip_grads").clip_grad_norm)
     clip = cell.cell_contents
     bound = signature(clip).bind
 
     @wraps(clip)
-    def noted(*given: Any, **named: Any) -> Any:
+    def note(*given: Any, **named: Any) -> Any:
         complete()
         norm = clip(*given, **named)
         if not bounds:
@@ -121,7 +121,7 @@ def clipping_noted(complete: Callable[[], None], bounds: list[float], sight: Sig
             sight.norm(norm)
         return norm
 
-    cell.cell_contents = noted
+    cell.cell_contents = note
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ def clipping_noted(complete: Callable[[], None], bounds: list[float], sight: Sig
 
 
 def _inside(function: Any) -> CellType:
-    """Where torch's decorator keeps the function that it wraps."""
+    """Return the cell in which torch's decorator keeps the wrapped function."""
     names = function.__code__.co_freevars
     if "func" not in names:
         raise AdapterError("clip_grad_norm is not wrapped by torch's record_function: this pipeproof knows no other")
@@ -139,8 +139,7 @@ def _inside(function: Any) -> CellType:
 
 @contextmanager
 def as_launched(_: object = None) -> Iterator[None]:
-    """While this is open, a step runs as a launcher starts it, and what nanotron keeps for the life of a process is of
-    this step alone."""
+    """Imitate a launcher for one step while open; nanotron's process-wide state lasts for this step alone."""
     ranks, states = core("distributed"), core("parallel.pipeline_parallel.state")
     kinds = (states.PipelineBatchState, states.PipelineTrainBatchState, states.PipelineEvalBatchState)
     queues = [one for kind in kinds for one in vars(kind).values() if isinstance(one, deque)]
@@ -153,16 +152,16 @@ def as_launched(_: object = None) -> Iterator[None]:
 
     forget()
     try:
-        with launched():
+        with launch_environment():
             yield
     finally:
         forget()
 
 
-_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of this rank alone, as far as nanotron asks one
+_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of this rank alone, with nanotron's queries
 
 
-def _gathered(into: list[Any], what: Any, **_: Any) -> None:
+def _gather(into: list[Any], what: Any, **_: Any) -> None:
     into[:] = [what]
 
 
@@ -179,18 +178,18 @@ _OF_ONE: dict[str, Callable[..., Any]] = {
     "get_global_ranks": lambda *_, **__: (0,),
     "get_process_group_ranks": lambda *_, **__: [0],
     "new_group": lambda *_, **__: _ONE,
-    "all_gather_object": _gathered,
+    "all_gather_object": _gather,
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "barrier", "broadcast"), _nothing),
 }
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """While this is open, nanotron believes that there is one rank. No group is made for it."""
+def pretend_alone() -> Iterator[None]:
+    """Make nanotron see a single rank while open, without a group."""
     place = core("distributed")
     with ExitStack() as stack:
         for name, function in _OF_ONE.items():
-            stack.enter_context(replaced(place, name, function))
+            stack.enter_context(replace_attribute(place, name, function))
         default = SimpleNamespace(
             distributed_c10d=SimpleNamespace(_get_default_group=lambda: _ONE), is_initialized=lambda: True
         )
@@ -199,8 +198,8 @@ def alone() -> Iterator[None]:
 
 
 def context_of_one() -> Any:
-    """A ``ParallelContext`` of one rank."""
+    """Build a ``ParallelContext`` for one rank."""
     kind = core("parallel.context").ParallelContext
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    with mock.patch.dict(os.environ, one), replaced(kind, "set_device", lambda _: None):
+    with mock.patch.dict(os.environ, one), replace_attribute(kind, "set_device", lambda _: None):
         return kind(1, 1, 1)

@@ -1,6 +1,6 @@
-"""Frameworks without a GPU: what they ask of CUDA devices, of NCCL and of kernels is given by the CPU and gloo.
+"""Frameworks without a GPU: the CPU and gloo replace CUDA devices, NCCL and kernels.
 
-Each function has one framework run here, and imports it. Frameworks find what is in the place of torch's own there.
+Each function imports one framework and prepares it. The framework then finds replacements for torch's own functions.
 """
 
 import sys
@@ -24,7 +24,7 @@ _type: Any = torch.Tensor.type
 
 
 def megatron() -> None:
-    """What it asks of a CUDA device; nothing here draws from one."""
+    """Replace Megatron's queries of a CUDA device; random numbers do not use it."""
     _cuda()
     random: Any = import_module("megatron.core.tensor_parallel.random")
     tensors: Any = torch.Tensor
@@ -36,22 +36,22 @@ def megatron() -> None:
 
 
 def colossalai() -> None:
-    """What it asks of a device beside numbers, and of torch with NCCL. Without an accelerator no stream is to order."""
+    """Replace ColossalAI's queries of a device, and of torch with NCCL; without an accelerator there are no streams."""
     if not hasattr(dist, "is_hccl_available"):
         dist.is_hccl_available = lambda: False  # type: ignore[attr-defined]  # of some vendors' torch
     cpu = import_module("colossalai.accelerator.cpu_accelerator").CpuAccelerator
     cpu.Stream = cpu.current_stream = cpu.synchronize = lambda *_, **__: None
     cpu.stream = lambda *_, **__: nullcontext()
     optimizer = import_module("colossalai.zero.low_level").LowLevelZeroOptimizer
-    optimizer._sanity_checks = lambda *_, **__: None  # that there is an accelerator
+    optimizer._sanity_checks = lambda *_, **__: None  # they demand an accelerator
 
 
 def nanotron() -> None:
-    """Packages that want a GPU are stood in for, and sends are as NCCL's are."""
+    """Replace packages that need a GPU, and make sends behave like NCCL's."""
     _cuda()
     missing = {name: given for name, given in _KERNELS.items() if find_spec(name.partition(".")[0]) is None}
     sys.modules.update({name: _StandIn(name, given) for name, given in missing.items()})
-    with mock.patch.object(torch.jit, "script", lambda function: function):  # it reads the source of what makes tensors
+    with mock.patch.object(torch.jit, "script", lambda function: function):  # it reads sources of constructors
         import_module("nanotron.trainer")
     place: Any = import_module("nanotron.distributed")
     place.initialize_torch_distributed = lambda: dist.init_process_group("gloo")
@@ -62,7 +62,7 @@ def nanotron() -> None:
 
 @cache
 def _cuda() -> None:
-    """What makes tensors on a CUDA device makes them on the CPU."""
+    """Redirect constructors of CUDA tensors to the CPU."""
     cuda: Any = torch.cuda
     tensors: Any = torch.Tensor
     for name in _MAKERS:
@@ -74,27 +74,27 @@ def _cuda() -> None:
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make)
-    def made(*given: Any, **named: Any) -> Any:
+    def make_on_cpu(*given: Any, **named: Any) -> Any:
         device = named.get("device")
         if device is not None and not isinstance(device, int) and torch.device(str(device)).type == "cuda":
             named["device"] = "cpu"
         return make(*given, **named)
 
-    return made
+    return make_on_cpu
 
 
 def _type_name(tensor: Tensor, *given: Any) -> Any:
-    """What Megatron compares with the type of a CUDA tensor."""
+    """Return a CUDA tensor's type name, for Megatron's comparisons."""
     if given:
         return _type(tensor, *given)
-    told = str(_type(tensor))  # where a mode looks at functions, torch's own calls the one in its place, which is this
-    return told if "cuda" in told else told.replace("torch.", "torch.cuda.")
+    name = str(_type(tensor))  # under a function mode, torch's own calls this replacement
+    return name if "cuda" in name else name.replace("torch.", "torch.cuda.")
 
 
 def _flash_attn_varlen_func(
     *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, softmax_scale: float | None, causal: bool, **_: Any
 ) -> Tensor:
-    """Attention inside each of the sequences that lie behind one another: ``q`` is [all tokens, heads, width]."""
+    """Compute attention within each of several joined sequences: ``q`` has [all tokens, heads, width]."""
     made = []
     for low, high in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
         query, key, value = (one.reshape(len(one), -1, one.shape[-1])[low:high].transpose(0, 1) for one in (q, k, v))
@@ -112,7 +112,7 @@ def _layer_norm_fn(
 
 
 class _RotaryEmbedding(nn.Module):
-    """As flash-attn's, of a query [batch, tokens, heads, width] and pairs of keys and values."""
+    """flash-attn's rotary embedding, for a query [batch, tokens, heads, width] and pairs of keys and values."""
 
     def __init__(self, dim: int, base: float = 10000.0, **_: Any) -> None:
         super().__init__()
@@ -120,9 +120,9 @@ class _RotaryEmbedding(nn.Module):
 
     def forward(self, query: Tensor, *, kv: Tensor) -> tuple[Tensor, Tensor]:
         key, value = kv.unbind(2)
-        return self._turned(query), torch.stack([self._turned(key), value], 2)
+        return self._rotate(query), torch.stack([self._rotate(key), value], 2)
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         speeds = self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float32), speeds)[:, None]
         one, other = x.float().chunk(2, -1)
@@ -142,7 +142,7 @@ _KERNELS: dict[str, dict[str, Any]] = {
 
 
 class _StandIn(ModuleType):
-    """In place of a module that is not installed. What it was not given is an empty class, to be imported alone."""
+    """Replaces a missing module. Other attributes are empty classes, for imports alone."""
 
     def __init__(self, name: str, given: dict[str, Any]) -> None:
         super().__init__(name)
@@ -156,7 +156,7 @@ class _StandIn(ModuleType):
 
 
 class _Buffered:
-    """Sends that are done at once, as NCCL's are of small messages. Nanotron's 1F1B waits for ever with gloo's."""
+    """Sends that finish immediately, like NCCL's for small messages. nanotron's 1F1B hangs with gloo's."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The record of one step that a framework ran, on all ranks together: what it gave, by the user's names for it."""
+"""The record of one framework step over all ranks, by the user's names."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from pipeproof.core.measured import versions
-from pipeproof.core.observe.shards import Shard, ShardError, gathered, held_here, shard_of, untiled
+from pipeproof.core.observe.shards import Shard, ShardError, find_untiled, join_shards, local_tensor, shard_of
 from pipeproof.core.tolerance import same_bits
-from pipeproof.core.verdict import raised
+from pipeproof.core.verdict import describe_error
 from pipeproof.records.held_in_common import part_of
-from pipeproof.records.rank_part import Arrival, Run, places_of, run_of, told
+from pipeproof.records.rank_part import Arrival, Run, describe_problems, places_of, run_of
 from pipeproof.records.record import Record, RecordedOperation, RecordError, content_digests, digest
 from pipeproof.records.record_file import write
 from pipeproof.whitebox.handed_back import Gradient
@@ -32,10 +32,10 @@ _KINDS = ("weight", "gradient", "updated weight")
 
 @dataclass(frozen=True)
 class _RankStep:
-    """What a rank has of a step: who has which tensors is told, the tensors are laid out.
+    """A rank's part of a step: it sends names, and publishes tensors.
 
-    ``digests``: of each kind of tensor by name; None in place of a gradient. ``shards``: by kind and name, where its
-    part lies in the whole, of those of which it has a part. ``shapes``: those of the whole ones.
+    ``digests``: of each kind of tensor by name; None for a missing gradient. ``shards``: the place of its part in the
+    whole, by kind and name. ``shapes``: of whole tensors.
     """
 
     arrival: Arrival
@@ -47,7 +47,7 @@ class _RankStep:
 
 
 class StepRecording:
-    """What one step shows. After it rank 0 has the ``record``, or ``problem`` says on every rank why there is none."""
+    """A recording of one step. Afterwards rank 0 has the ``record``, or every rank a ``problem``."""
 
     def __init__(self, own_name: Callable[[str], str], *, timeout_s: float) -> None:
         self.record: Record | None = None
@@ -63,13 +63,13 @@ class StepRecording:
         self._norm: float | None = None
 
     def begin(self, step: FrameworkStep, microbatches: Iterable[Any] | None) -> None:
-        """Copy the weights that ``step`` begins with."""
+        """Copy the initial weights of ``step``."""
         self._step, self._microbatches = step, microbatches
         self._shapes = {self._own_name(name): tuple(one.shape) for name, one in step.parameters()}
         self._take_weights(step, "weight")
 
     def gradients(self, named: Mapping[str, Gradient]) -> None:
-        """Copy what the optimizer is about to take."""
+        """Copy gradients before the optimizer's step."""
         for whole, gradient in named.items():
             name = self._own_name(whole)
             self._keep("gradient", name, *part_of(name, gradient, self._shapes[name]))
@@ -80,29 +80,29 @@ class StepRecording:
         self._norm = self._norm if norm is None else norm
 
     def refuse(self, why: str) -> None:
-        """Say why there is no record."""
+        """Give up, for the reason ``why``."""
         self.problem = self.problem or why
 
     def miss_norm(self, why: str) -> None:
-        """A record has the norm that was told, or is none."""
+        """Give up, because a record without the reported norm is incomplete."""
         self.refuse(f"the norm: {why}")
 
-    def moved(self, stages: object) -> frozenset[int]:
-        """Nothing is known of weights in the meantime."""
+    def stages_moved(self, stages: object) -> frozenset[int]:
+        """Return nothing: weights are unknown meanwhile."""
         return frozenset()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep what is raised inside: it is the record that cannot be, and not the job."""
+        """Catch errors inside: they prevent the record, and not the job."""
         try:
             yield
         except (RecordError, WhiteBoxError, OutputError) as error:
             self.refuse(str(error))
         except Exception as error:  # no one type, and no reason to end a job
-            self.refuse(f"recording raised {raised(error)}")
+            self.refuse(f"recording raised {describe_error(error)}")
 
     def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
-        """Put together what all ranks saw; rank 0 writes it. Where the step has not ended, no rank waits long."""
+        """Combine all ranks' observations; rank 0 writes the record. If the step failed, ranks wait only briefly."""
         bound_s = self._timeout_s if ended else min(self._timeout_s, END_S)
         mine, laid_out = _RankStep(Arrival({}, None, "")), list[str]()
         with self.noting():
@@ -111,7 +111,7 @@ class StepRecording:
             if self._step is not None:
                 self._take_weights(self._step, "updated weight")
                 laid_out += self._laid_out()
-                mine = self._seen(self._step)
+                mine = self._observe(self._step)
         if self.problem:
             mine = _RankStep(Arrival({}, None, self.problem))
         try:
@@ -140,16 +140,16 @@ class StepRecording:
                 shard = shard_of(parameter)
             except ShardError as error:
                 raise RecordError(f"the {kind} {name} cannot be read: {error}") from None
-            self._keep(kind, name, held_here(parameter), None if shard is None or shard.is_all else shard)
+            self._keep(kind, name, local_tensor(parameter), None if shard is None or shard.is_all else shard)
 
     def _keep(self, kind: str, name: str, part: Tensor | None, shard: Shard | None) -> None:
-        """Keep a copy of what this rank has. No other rank is asked: one that does not come would hold the job up."""
+        """Copy this rank's part. It asks no other rank, because an absent one would block the job."""
         self._tensors[kind][name] = None if part is None else part.detach().to("cpu", copy=True)
         if shard is not None:
             self._shards[kind, name] = shard
 
     def _laid_out(self) -> Iterator[str]:
-        """Lay out every tensor of this rank for rank 0; the names of all."""
+        """Publish every tensor of this rank for rank 0; yield their names."""
         for kind, named in self._tensors.items():
             for name, tensor in named.items():
                 if tensor is not None:
@@ -157,7 +157,7 @@ class StepRecording:
                     self._exchange.give(address, tensor)
                     yield address
 
-    def _seen(self, step: FrameworkStep) -> _RankStep:
+    def _observe(self, step: FrameworkStep) -> _RankStep:
         held = {
             self._own_name(step.name(stage, name)): stage
             for stage, module in step.stages.items()
@@ -173,31 +173,31 @@ class StepRecording:
 
 
 def _address(kind: str, name: str, rank: int) -> str:
-    """Under what a rank lays out a tensor."""
+    """Return the address of a rank's published tensor."""
     return f"recorded {kind} {name} of rank {rank}"
 
 
 @dataclass(frozen=True)
 class _AllRanks:
-    """What all ranks saw, on rank 0, which may ``take`` the tensors."""
+    """All ranks' observations, on rank 0, which may ``take`` the tensors."""
 
     every: Sequence[_RankStep]
     take: Callable[[str], Tensor]
 
     def record(self, framework: str) -> Record:
-        """The record of it. Raises ``RecordError`` for what is none."""
+        """Return the record. Raises ``RecordError`` if it is impossible."""
         arrivals = [one.arrival for one in self.every]
         run, wrong = run_of(arrivals)
         if problems := {rank: one.problem for rank, one in enumerate(arrivals) if one.problem} or wrong:
-            raise RecordError(told(problems))
-        before, gradients = self._named("weight"), self._named("gradient")
+            raise RecordError(describe_problems(problems))
+        before, gradients = self._by_name("weight"), self._by_name("gradient")
         moved = any(one.digests["weight"] != one.digests["updated weight"] for one in self.every)
-        after = self._named("updated weight") if moved else {}  # without an optimizer no weight is another
+        after = self._by_name("updated weight") if moved else {}  # without an optimizer no weight is another
         losses = self._losses(run)
         norms = {rank: one.norm for rank, one in enumerate(self.every) if one.norm is not None}
         if len(set(norms.values())) > 1:
             said = ", ".join(f"rank {rank} {norm:.9g}" for rank, norm in norms.items())
-            raise RecordError(f"ranks told other norms of one step: {said}; {_TELLS}")
+            raise RecordError(f"ranks report different norms of one step: {said}; {_TELLS}")
         operation = RecordedOperation(
             "train",
             run.microbatches,
@@ -220,32 +220,32 @@ class _AllRanks:
         return Record("observed", config, (operation,), places_of(arrivals))
 
     def _losses(self, run: Run) -> dict[int, float]:
-        """By the number of the microbatch."""
+        """Return losses by microbatch."""
         losses: dict[int, float] = {}
         for rank, one in enumerate(self.every):
             share = run.shares[rank]
             if one.losses and (share is None or len(share) != len(one.losses)):
                 count = "an unknown number of" if share is None else len(share)
-                raise RecordError(f"rank {rank} told {len(one.losses)} losses of {count} microbatches")
+                raise RecordError(f"rank {rank} reports {len(one.losses)} losses of {count} microbatches")
             for number, loss in zip(share or (), one.losses, strict=False):
                 if losses.setdefault(number, loss) != loss:
                     raise RecordError(
-                        f"rank {rank} told {loss:.9g} of microbatch {number}, another {losses[number]:.9g}"
+                        f"rank {rank} reports {loss:.9g} for microbatch {number}, another {losses[number]:.9g}"
                     )
         if losses and len(losses) < len(run.microbatches):
-            raise RecordError(f"{len(losses)} losses were told, of {len(run.microbatches)} microbatches")
+            raise RecordError(f"{len(losses)} losses were reported, of {len(run.microbatches)} microbatches")
         return losses
 
-    def _named(self, kind: str) -> dict[str, Tensor | None]:
-        """Each tensor once; what several ranks have of it has to be the same."""
-        holders: dict[str, dict[int, list[int]]] = {}  # the ranks of each stage that have it
+    def _by_name(self, kind: str) -> dict[str, Tensor | None]:
+        """Return each tensor once; copies on several ranks must agree."""
+        holders: dict[str, dict[int, list[int]]] = {}  # ranks with it, by stage
         for rank, one in enumerate(self.every):
             for name in one.digests.get(kind, {}):
                 holders.setdefault(name, {}).setdefault(one.arrival.held[name], []).append(rank)
         return {name: self._one(kind, name, [*stages.values()]) for name, stages in holders.items()}
 
     def _one(self, kind: str, name: str, stages: Sequence[Sequence[int]]) -> Tensor | None:
-        """What ranks have of it; each stage's, of which copies of a tied weight make several, is whole."""
+        """Return the tensor assembled from ranks; with a tied weight, each stage's copy is whole."""
         first, *others = (self._of_stage(kind, name, ranks) for ranks in stages)
         for one in others:
             if one is not first and (one is None or first is None or not same_bits(one, first)):
@@ -253,7 +253,7 @@ class _AllRanks:
         return first
 
     def _of_stage(self, kind: str, name: str, ranks: Sequence[int]) -> Tensor | None:
-        holders: dict[Shard | None, list[int]] = {}  # None: all of it
+        holders: dict[Shard | None, list[int]] = {}  # None: whole
         for rank in ranks:
             holders.setdefault(self.every[rank].shards.get((kind, name)), []).append(rank)
         if None in holders and len(holders) > 1:
@@ -262,22 +262,22 @@ class _AllRanks:
             self._check_same(kind, name, members)
         shards = [shard for shard in holders if shard is not None]
         if not shards:
-            return self._taken(kind, name, ranks[0])
-        if why := untiled(shards):
+            return self._take(kind, name, ranks[0])
+        if why := find_untiled(shards):
             raise RecordError(f"what ranks have of the {kind} of {name} is not all of it: {why}; {_TELLS}")
-        whole = gathered([(shard, self._taken(kind, name, holders[shard][0])) for shard in shards])
+        whole = join_shards([(shard, self._take(kind, name, holders[shard][0])) for shard in shards])
         assert whole is not None, "no part that has elements is None"
         return whole.view(self.every[ranks[0]].shapes[name])
 
     def _check_same(self, kind: str, name: str, ranks: Sequence[int]) -> None:
-        """Raise ``RecordError`` where ``ranks`` do not have the same."""
+        """Raise ``RecordError`` unless ``ranks`` agree."""
         found = {rank: self.every[rank].digests[kind][name] for rank in ranks}
         first = ranks[0]
         if (other := next((rank for rank in ranks if found[rank] != found[first]), None)) is not None:
             raise RecordError(f"ranks {first} and {other} have another {kind} of {name}: a record has one; {_TELLS}")
 
-    def _taken(self, kind: str, name: str, rank: int) -> Tensor | None:
-        """What this rank has of it."""
+    def _take(self, kind: str, name: str, rank: int) -> Tensor | None:
+        """Take a rank's published tensor."""
         return None if self.every[rank].digests[kind][name] is None else self.take(_address(kind, name, rank))
 
 
@@ -289,27 +289,26 @@ def recording(
     framework: Framework,
     timeout_s: float,
 ) -> Iterator[StepRecording]:
-    """Record the step that is trained inside this into the file at ``path``, which rank 0 writes.
+    """Record the step trained in this block into the file at ``path``, written by rank 0.
 
-    ``step`` gives it and its microbatches. What cannot be recorded is a warning on rank 0. Nothing is written then, and
-    the job goes on.
+    ``step`` returns it and its microbatches. If recording fails, rank 0 warns and writes nothing, and the job goes on.
     """
-    seen, name = StepRecording(framework.own_name, timeout_s=timeout_s), ""
+    observed, name = StepRecording(framework.own_name, timeout_s=timeout_s), ""
     file: OutputFile | None = None
     sight: JobSight | None = None
     with ExitStack() as stack:
-        with seen.noting():
+        with observed.noting():
             made, microbatches = step()  # first: ranks may speak with one another in it
             file = stack.enter_context(OutputFile(path))
             name = framework.installed
-            seen.begin(made, microbatches)
-            stack.enter_context(made.watching(looks := JobSight(seen, made)))
+            observed.begin(made, microbatches)
+            stack.enter_context(made.watching(looks := JobSight(observed, made)))
             sight = looks
         ended = False
         try:
-            yield seen
+            yield observed
             if sight is not None:
                 sight.end()
             ended = True
         finally:
-            seen.finish(file, framework=name, ended=ended)
+            observed.finish(file, framework=name, ended=ended)

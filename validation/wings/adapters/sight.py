@@ -1,4 +1,4 @@
-"""What sees a framework's step: for a check that pipeproof starts, or in a running job for a check or a recording."""
+"""Observers of a framework's step: for a validation, or for a check or recording in a running job."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,21 +9,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.core.observe.initial_weights import step_begins
-from pipeproof.core.observe.shards import held_whole
+from pipeproof.core.observe.shards import whole_here
 from pipeproof.core.observe.watching import watch
 from pipeproof.records.record import RecordError
-from pipeproof.whitebox.handed_back import Gradient, HandedBack, copied
+from pipeproof.whitebox.handed_back import Gradient, StepResult, copy_gradient
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.adapters.drawn import NOT_GIVEN, Content
 from pipeproof.wings.adapters.step import FrameworkStep
 
 TWO_STEPS = "the block took more than one step of the optimizer: put one step into it"
-NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+NORM_IN_PARTS = "it is a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
 
-_STEPPED = (
-    "weights are others than the step began with, and gradients were not seen before: pass optimizer= to Composed"
-)
+_STEPPED = "weights changed in the step, and gradients were not observed before: pass optimizer= to StageByStage"
 
 
 class Observation:
@@ -40,13 +38,13 @@ class Observation:
         self._losses: list[Tensor | float] = []
         self._norm: float | None = None
 
-    def handed_back(self) -> HandedBack:
-        """What ``whitebox.validate`` wants to have back of the step."""
+    def result(self) -> StepResult:
+        """Return the step's result for ``whitebox.validate``."""
         step = self._step
         if step.completes_at_its_end(self._gradients is not None):
             self.complete()
         stages = list(step.stages)
-        return HandedBack(
+        return StepResult(
             list(step.stages.values()),
             self._losses or None,
             self._norm,
@@ -59,34 +57,34 @@ class Observation:
         )
 
     def complete(self) -> None:
-        """Copy what there is now."""
+        """Copy the current gradients."""
         if self._gradients is not None:
             raise WhiteBoxError(TWO_STEPS)
-        self._gradients = {one: copied(gradient) for one, gradient in self._step.gradients().items()}
+        self._gradients = {one: copy_gradient(gradient) for one, gradient in self._step.gradients().items()}
         self._losses = [one.detach().clone() if isinstance(one, Tensor) else one for one in self._step.losses()]
 
     def norm(self, norm: Any) -> None:
-        """Keep the ``norm`` that was told."""
+        """Keep the reported ``norm``."""
         whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a DTensor
         self._norm = float(whole)
 
 
 @contextmanager
-def observing(seen: Observation, step: FrameworkStep) -> Iterator[None]:
-    """While this is open, the step is watched, and shows itself to ``seen``. It begins with the weights of now."""
+def observing(observed: Observation, step: FrameworkStep) -> Iterator[None]:
+    """Watch the step while open, for ``observed``. It begins with current weights."""
     step_begins(step.sum_of)
-    with step.watching(seen):
+    with step.watching(observed):
         for module in step.stages.values():
             watch(module, when=step.when)
         yield
 
 
 class Looks(Protocol):
-    """What a job's step is shown to: a check, or a recording. What goes wrong in it is its own, and ends no job.
+    """Receives a job's step: a check, or a recording. It keeps its own errors, and never ends the job.
 
-    noting: keeps what is raised inside. refuse: this rank's part is of no use. gradients: what the optimizer is about
-    to take. report: the losses of microbatches, undivided, or the norm. miss_norm: why a norm that was told is not
-    reported. moved: stages whose weights are known to be others than the step began with.
+    noting: catches errors inside. refuse: drops this rank's part. gradients: before the optimizer's step. report:
+    losses of microbatches, undivided, or the norm. miss_norm: why a norm cannot be reported. moved: stages whose
+    weights are known to have changed.
     """
 
     def noting(self) -> AbstractContextManager[None]: ...
@@ -99,11 +97,11 @@ class Looks(Protocol):
 
     def miss_norm(self, why: str) -> None: ...
 
-    def moved(self, stages: Mapping[int, nn.Module]) -> frozenset[int]: ...
+    def stages_moved(self, stages: Mapping[int, nn.Module]) -> frozenset[int]: ...
 
 
 class JobSight:
-    """Shows what is seen of ``step``, of so many microbatches, which are ``given`` as the job draws them."""
+    """Shows the observations of ``step`` to a check; its microbatches are ``given`` in the form drawn by the job."""
 
     def __init__(self, to: Looks, step: FrameworkStep, *, count: int = 0, given: Sequence[Content] = ()) -> None:
         self._to, self._step, self._count, self._given = to, step, count, given
@@ -112,7 +110,7 @@ class JobSight:
 
     @contextmanager
     def watching(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """While this is open, gradients are complete at the latest when the first of ``optimizers`` takes its step."""
+        """Complete gradients at the latest before the first step of ``optimizers``, while open."""
         self._hooks += [one.register_step_pre_hook(lambda *_: self.complete()) for one in optimizers]
         try:
             yield
@@ -124,16 +122,16 @@ class JobSight:
             hook.remove()
 
     def complete(self) -> None:
-        """Show what the optimizer is about to take, and the losses where this rank has them."""
+        """Show gradients before the optimizer's step, and losses on this rank."""
         self._steps += 1
-        self._unhook()  # the check refuses an optimizer that has any
+        self._unhook()  # the check refuses optimizers with hooks
         if self._steps > 1:
             self._to.refuse(TWO_STEPS)
             return
         with self._to.noting():
             gradients = self._step.gradients()
             found = (pair for pair in self._step.parameters() if pair[1] in gradients or not pair[1].requires_grad)
-            self._to.gradients({name: gradients.get(one) for name, one in found})  # of what is frozen there is none
+            self._to.gradients({name: gradients.get(one) for name, one in found})  # frozen parameters have none
             losses = [float(one) for one in self._step.losses()]
             if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
                 raise RecordError(_TOO_MANY.format(len(losses), self._count))
@@ -142,24 +140,24 @@ class JobSight:
                 self._to.report(losses=_as_given(losses, order))
 
     def norm(self, norm: Any) -> None:
-        """Show the norm that was told."""
+        """Show the reported norm."""
         with self._to.noting():
-            here = held_whole(norm.detach()) if isinstance(norm, Tensor) else norm
+            here = whole_here(norm.detach()) if isinstance(norm, Tensor) else norm
             if here is None:  # only all ranks together know it, and one that does not come would hold the job up
                 self._to.miss_norm(NORM_IN_PARTS)
             elif self._steps <= 1:
                 self._to.report(norm=float(here))
 
     def end(self) -> None:
-        """The step is over: where it was never complete, what there is now is shown, or it is said why not.
+        """End the step: if gradients were never complete, show the current ones, or the reason for having none.
 
-        A step of other data than the check was given is no wrong step.
+        A step on data other than the check's is not wrong.
         """
         if self._step.drawn.is_other_than(self._given):
             self._to.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
-                if self._to.moved(self._step.stages):
+                if self._to.stages_moved(self._step.stages):
                     self._to.refuse(_STEPPED)
                 self.complete()
         except WhiteBoxError as unfinished:
@@ -167,7 +165,7 @@ class JobSight:
 
 
 def _as_given(losses: Sequence[float], order: Sequence[int]) -> Sequence[float]:
-    """``losses`` in the order of what was given, which was drawn in this one; each may have been cut into as many."""
+    """Return ``losses`` in the order given, from the order drawn; each microbatch may have been split equally."""
     if not order or len(losses) % len(order):
         return losses
     times = len(losses) // len(order)

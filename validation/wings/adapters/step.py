@@ -1,4 +1,4 @@
-"""A framework's step on one rank, as its adapter sees it: one value, of which every kind of check is made."""
+"""A framework's step on one rank, seen by its adapter: one value, and the base for every kind of check."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,21 +15,21 @@ from pipeproof.wings.adapters.drawn import Drawn
 
 
 class Sight(Protocol):
-    """Who is told when something of a step is to be seen."""
+    """Receives the observable moments of a step."""
 
     def complete(self) -> None:
-        """Gradients are complete now: reduced, not clipped, and not taken by an optimizer yet."""
+        """Gradients are complete: reduced, before clipping and before the optimizer."""
 
     def norm(self, norm: Any) -> None:
-        """The framework told this gradient norm, a number."""
+        """The framework reports this gradient norm, a number."""
 
 
 def _unknown() -> None:
-    """What a framework does in which order, where it does not tell."""
+    """The order of actions, for a framework that does not report it."""
 
 
 def _own(parameter: nn.Parameter) -> Tensor | None:
-    """Where autograd adds."""
+    """Return autograd's own sum."""
     return parameter.grad
 
 
@@ -37,16 +37,15 @@ def _own(parameter: nn.Parameter) -> Tensor | None:
 class FrameworkStep:
     """A framework's step on one rank.
 
-    stages: this rank's modules by the number of the stage. name: what the reference calls a parameter, by its stage and
-    its name in the module. gradients: those that the optimizer is about to take, where they are now. losses: those of
-    the microbatches so far, undivided; empty where this rank has none. watching: while it is open, the sight is told.
+    stages: this rank's modules by the number of the stage. name: maps a stage and a parameter's name in the module to
+    the reference's name. gradients: before the optimizer's step, in their current place. losses: of microbatches so
+    far, undivided; empty if this rank has none. watching: informs the sight while open.
 
-    when: whether a call of a stage counts, asked at every call; None: all do. actions: what this rank did, in order, if
-    the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
-    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that. max_norm: to what norm
-    gradients were clipped, once they were, if at all. masters: the optimizer updates copies of the weights in a wider
-    type. sum_of: what microbatches' gradients are being added to, as far as this rank has it. accumulation: how it adds
-    gradients up, but for the shares of replicas; None: each in its own type, in the order of the microbatches.
+    when: true if a call of a stage counts, asked at every call; None: all do. actions: this rank's actions in order, if
+    reported. unfinished: the mistake if gradients were never complete; None: final gradients count. drawn: this rank's
+    observed draws of data. max_norm: the norm to which gradients were clipped, if any. masters: the optimizer updates
+    copies of weights in a wider type. sum_of: the current sums of microbatches' gradients on this rank. accumulation:
+    how gradients are added, apart from replicas' shares; None: each in its own type, in the order of microbatches.
     """
 
     stages: Mapping[int, nn.Module]
@@ -64,7 +63,7 @@ class FrameworkStep:
     accumulation: Accumulation | None = None
 
     def completes_at_its_end(self, steps: int) -> bool:
-        """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.
+        """True if final gradients count after this many observed steps of the optimizer.
 
         Raises ``unfinished``.
         """
@@ -73,19 +72,19 @@ class FrameworkStep:
         return not steps
 
     def sums(self, stage: int) -> dict[str, Gradient]:
-        """What the gradients of ``stage`` are being added to, as the reference calls them."""
+        """Return the current sums of gradients in ``stage``, by the reference's names."""
         named = self.stages[stage].named_parameters(remove_duplicate=False)
         return {self.name(stage, name): self.sum_of(one) for name, one in named}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of this rank under each of its names, as the reference calls it."""
+        """Yield every parameter of this rank under each of its names in the reference."""
         for stage, module in self.stages.items():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield self.name(stage, name), parameter
 
 
 def telling(sight: Sight, norm: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Around an optimizer's step: ``sight`` hears before it, and then of the ``norm`` that what it gave has, if any."""
+    """Wrap an optimizer's step: notify ``sight`` before it, and then of the ``norm`` in its result, if present."""
 
     def around(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
         sight.complete()

@@ -1,4 +1,4 @@
-"""A step of a framework whose pipeline is one of torch's schedules: what it shows, whoever's model is in it."""
+"""Framework steps on torch's pipeline schedules: observation common to all such frameworks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +22,10 @@ for _place, _name in _CLIPS:
 
 
 def step_of_schedule(schedule: Any, modules: Sequence[nn.Module], name: Callable[[int, str], str]) -> FrameworkStep:
-    """The step of this schedule on this rank, whose stages are ``modules``; it takes microbatches in every torch.
+    """Return this schedule's step on this rank, with stages ``modules``; every torch accepts its microbatches.
 
-    Gradients are complete when torch is about to clip them by a norm, which it then tells; else at the end. ``name`` is
-    that of a ``FrameworkStep``.
+    Gradients are complete when torch clips them by a norm, and reports it; else at the end. ``name``: see
+    ``FrameworkStep``.
     """
     recorders, losses, drawn = list[Recorder](), list[Tensor](), Drawn()
 
@@ -50,26 +50,26 @@ def step_of_schedule(schedule: Any, modules: Sequence[nn.Module], name: Callable
 def _watching(
     schedule: Any, recorders: list[Recorder], losses: list[Tensor], drawn: Drawn, sight: Sight
 ) -> Iterator[None]:
-    """While this is open, note losses and data, and tell ``sight`` when gradients are to be clipped, and the norm."""
+    """Note losses and data, and notify ``sight`` of clipping and the norm, while open."""
     with ExitStack() as stack:
         recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
         stack.callback(recorders[-1].stop)
-        told = stack.enter_context(clipping_told(sight))
-        stack.enter_context(around(schedule, "step", _step_noted(schedule, (losses, drawn), sight, told)))
+        clipped = stack.enter_context(report_clipping(sight))
+        stack.enter_context(around(schedule, "step", _step_noted(schedule, (losses, drawn), sight, clipped)))
         yield
 
 
 def _step_noted(
-    schedule: Any, notes: tuple[list[Tensor], Drawn], sight: Sight, told: Sequence[Tensor]
+    schedule: Any, notes: tuple[list[Tensor], Drawn], sight: Sight, clipped: Sequence[Tensor]
 ) -> Callable[..., Any]:
-    """Around ``schedule.step``: note losses and what goes into the first stage; it takes microbatches in every torch.
+    """Wrap ``schedule.step``: note losses and inputs of the first stage; every torch accepts its microbatches.
 
-    One that trains after gradients were clipped, of which ``told`` has the norm, is of a second step: ``sight`` hears.
+    Training after clipping, whose norm is in ``clipped``, belongs to a second step: ``sight`` is notified.
     """
     losses, drawn = notes
 
     def step(inner: Any, *given: Any, **named: Any) -> Any:
-        if told and getattr(schedule, "_has_backward", True):
+        if clipped and getattr(schedule, "_has_backward", True):
             sight.complete()
         for inputs in (given, *(named.get("arg_mbs") or ())):
             if inputs:
@@ -86,17 +86,17 @@ def _step_noted(
 
 
 @contextmanager
-def clipping_told(sight: Sight) -> Iterator[Sequence[Tensor]]:
-    """While this is open, torch tells ``sight`` when it first clips: parts of a model may be clipped apart.
+def report_clipping(sight: Sight) -> Iterator[Sequence[Tensor]]:
+    """Notify ``sight`` of torch's first clipping while open; further parts of a model may be clipped separately.
 
-    It is told before that gradients are complete. What this gives then has the norm. The second place is where torch's
-    own ``clip_grad_norm_`` looks.
+    Before it, gradients are complete. The returned list then has the norm. The second place is for torch's own
+    ``clip_grad_norm_``.
     """
-    told = list[Tensor]()
+    clipped = list[Tensor]()
 
     def clipping(clip: Any, parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
-        if not told:
-            told.append(total_norm)
+        if not clipped:
+            clipped.append(total_norm)
             sight.complete()
             sight.norm(total_norm)
         return clip(parameters, max_norm, total_norm, *more, **named)
@@ -104,4 +104,4 @@ def clipping_told(sight: Sight) -> Iterator[Sequence[Tensor]]:
     with ExitStack() as stack:
         for place, name in _CLIPS:
             stack.enter_context(around(place, name, clipping))
-        yield told
+        yield clipped

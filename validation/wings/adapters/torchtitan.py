@@ -1,6 +1,6 @@
 """Torchtitan: a step that pipeproof starts, or one of a running job.
 
-A user's step makes its schedule and model parts by ``pipeline_llm`` as ever and trains inside ``observed``. The
+A user's step makes its schedule and model parts by ``pipeline_llm`` as ever and trains inside ``observe``. The
 reference is made of the same model and loss function. Nothing of torchtitan is imported before one of these is called.
 """
 
@@ -27,14 +27,14 @@ from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.drawn import Content, content_of_rows
-from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrapped
+from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrap
 from pipeproof.wings.adapters.recording import StepRecording
 from pipeproof.wings.adapters.sight import Observation
 from pipeproof.wings.adapters.step import FrameworkStep
 from pipeproof.wings.adapters.torch_schedule import step_of_schedule
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 
-__all__ = ["TorchtitanError", "check_step", "imports", "observed", "record_step", "validate"]
+__all__ = ["TorchtitanError", "check_step", "imports", "observe", "record_step", "validate"]
 
 TorchtitanError = AdapterError
 TORCHTITAN = Framework("torchtitan", "torchtitan", ("0.3",), "pip install torchtitan==0.3.0 triton", child="model")
@@ -45,16 +45,16 @@ LossFunction = Callable[..., Any]
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
 
 
-def observed(
+def observe(
     pp_schedule: Any, model_parts: Sequence[nn.Module], reference: nn.Module
 ) -> AbstractContextManager[Observation]:
-    """Observe the step that is trained inside this, from the weights of ``reference``.
+    """Observe the step trained in this block, from weights of ``reference``.
 
-    pp_schedule, model_parts: as ``pipeline_llm`` gives them. reference: the model that ``validate`` gave to the step.
-    Gradients are noted before they are clipped, as torchtitan's ``clip_grad_norm_`` does, and the norm with them.
-    Without that, gradients are what there is at ``handed_back``. Raises ``TorchtitanError`` for what is not covered.
+    pp_schedule, model_parts: from ``pipeline_llm``. reference: the model that ``validate`` passed to the step.
+    Gradients are noted before torchtitan's ``clip_grad_norm_`` clips them, with the norm; without it, at ``result()``.
+    Raises ``TorchtitanError`` for unsupported use.
     """
-    return adapter.observed(Torchtitan(pp_schedule, model_parts), (), reference)
+    return adapter.observe(Torchtitan(pp_schedule, model_parts), (), reference)
 
 
 def validate(
@@ -66,17 +66,17 @@ def validate(
     ranks: int | Mapping[str, int],
     whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on ``step(model, microbatches)``, which trains what ``pipeline_llm`` made inside ``observed``.
+    """Validate ``step(model, microbatches)``, which trains the parts from ``pipeline_llm`` inside ``observe``.
 
-    reference: builds the whole model, seeded, with its weights; the step is given one. loss_fn: as ``pipeline_llm`` is
-    given it; it returns a loss and metrics. microbatches: pairs of ``input_dict`` and labels, as the dataloader gives
-    them, for all replicas. The loss is divided by the tokens that count in all of them. ranks: how many, all of one
-    pipeline; or ``{"pp": 2, "dp": 2}``. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+    reference: builds the whole model, seeded, with its weights, for the step too. loss_fn: as for ``pipeline_llm``; it
+    returns a loss and metrics. microbatches: pairs of ``input_dict`` and labels from the dataloader, for all replicas.
+    The loss is divided by their counted tokens. ranks: how many, all of one pipeline; or ``{"pp": 2, "dp": 2}``.
+    whitebox: whose ranks to use, as pytest's fixture; None: own ones.
 
     Raises ``TorchtitanError``, and what ``whitebox.validate`` raises.
     """
     TORCHTITAN.module()
-    whole = whole_of(reference, loss_fn, TORCHTITAN.listed(microbatches))
+    whole = whole_of(reference, loss_fn, TORCHTITAN.list_microbatches(microbatches))
     return adapter.validate(TORCHTITAN, step, whole, ranks=ranks, whitebox=whitebox)
 
 
@@ -90,13 +90,12 @@ def check_step(
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[CheckedStep]:
-    """A context manager around one step of a running job: ``pp_schedule.step`` and clipping. Every rank enters it.
+    """Check one step of a running job in this block: ``pp_schedule.step`` and clipping. Every rank enters it.
 
-    pp_schedule, model_parts, loss_fn: as ``pipeline_llm`` gives and is given them. microbatches: pairs of
-    ``input_dict`` and labels, those that this rank's replica trains in the step; None on a rank that does not have
-    them, and not on rank 0. reference: builds the whole model; or a ``Composed``, for a model too large for one device:
-    the ranks of the first and of the last stage then have microbatches. What that is given of a loss is not used.
-    All else is as for ``deepspeed.check_step``.
+    pp_schedule, model_parts: from ``pipeline_llm``. loss_fn: as for it. microbatches: pairs of ``input_dict`` and
+    labels that this rank's replica trains in the step; None on ranks without them; rank 0 must have them. reference:
+    builds the whole model; or a ``StageByStage``, for a model too large for one device: ranks with the first or last
+    stage then have microbatches, and its loss is ignored. Otherwise like ``deepspeed.check_step``.
     """
     own = Torchtitan(pp_schedule, model_parts, loss_fn)
     return adapter.check_step(own, microbatches, reference=reference, floors=floors, timeout_s=timeout_s)
@@ -110,16 +109,16 @@ def record_step(
     *,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
+    """Record one step of a running job in this block, into the file at ``path``.
 
-    pp_schedule, model_parts: as for ``check_step``. All else is as for ``deepspeed.record_step``.
+    pp_schedule, model_parts: as for ``check_step``. Otherwise like ``deepspeed.record_step``.
     """
     return adapter.record_step(Torchtitan(pp_schedule, model_parts), microbatches, path, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
 class Torchtitan(Adapter):
-    """A schedule and model parts, as ``pipeline_llm`` gives them, and the loss function that it is given."""
+    """A schedule and model parts from ``pipeline_llm``, and its loss function."""
 
     pp_schedule: Any
     model_parts: Any
@@ -144,10 +143,10 @@ class Torchtitan(Adapter):
         return [content_of_rows([given["input"], labels]) for given, labels in microbatches or ()]
 
     def _check_covered(self) -> None:
-        """Raise for what would be judged wrongly."""
+        """Raise for unsupported use."""
         TORCHTITAN.module()
-        parts, due = self.model_parts, "the schedule, which pipeline_llm gives first"
-        TORCHTITAN.expect("pp_schedule", self.pp_schedule, _PipelineSchedule, due)
+        parts, expected = self.model_parts, "the schedule, which pipeline_llm gives first"
+        TORCHTITAN.expect("pp_schedule", self.pp_schedule, _PipelineSchedule, expected)
         if not isinstance(parts, Sequence) or not all(isinstance(one, nn.Module) for one in parts):
             TORCHTITAN.expect("model_parts", parts, (), "the modules, which pipeline_llm gives second")
         if (stages := len(stages_of(self.pp_schedule))) != len(parts):
@@ -163,13 +162,13 @@ class Torchtitan(Adapter):
 
     @property
     def _sharded(self) -> list[Any]:
-        """The modules of FSDP."""
+        """Return the FSDP modules."""
         return [one for part in self.model_parts for one in part.modules() if isinstance(one, FSDPModule)]
 
     def _accumulation(self) -> Accumulation | None:
-        """FSDP adds up and reduces in its ``reduce_dtype``, and casts what comes of it to the type of the weights.
+        """Return the types of accumulation: FSDP adds and reduces in ``reduce_dtype``, and casts to the weights' type.
 
-        It does so on one replica, too.
+        The same holds for one replica.
         """
         types = {
             (module._get_fsdp_state()._mp_policy.reduce_dtype, one.dtype)
@@ -183,10 +182,10 @@ class Torchtitan(Adapter):
 
 
 def bundles(backwards: Iterable[tuple[int, str, int]]) -> dict[int, list[list[int]]]:
-    """By stage, the microbatches whose gradients of weights torch adds up before FSDP takes them, in their order.
+    """Group microbatches, by stage, whose weight gradients torch adds before FSDP takes them.
 
-    FSDP takes what there is at each backward through the inputs of a stage, and what is left at the end. The first
-    stage has no gradient of its inputs: its backwards of weights go all the way, and FSDP takes each.
+    FSDP takes gradients at each backward through a stage's inputs, and the rest at the end. The first stage has no
+    input gradient: FSDP takes each of its backwards.
     """
     found: dict[int, list[list[int]]] = {}
     for stage, kind, microbatch in backwards:
@@ -199,38 +198,38 @@ def bundles(backwards: Iterable[tuple[int, str, int]]) -> dict[int, list[list[in
 
 
 def global_name(name: str) -> str:
-    """What a parameter of a model part is called in the whole model: the same, but for wrappers around modules."""
-    return unwrapped(name, *_WRAPPERS)
+    """Return a parameter's name in the whole model: without wrappers around modules."""
+    return unwrap(name, *_WRAPPERS)
 
 
 def whole_of(reference: Callable[[], nn.Module], loss_fn: Any, microbatches: Sequence[Any]) -> Whole:
-    """The whole model, and torchtitan's loss of it: a sum over tokens, divided by those that count in the step."""
-    due = "what pipeline_llm is given"
-    TORCHTITAN.expect("loss_fn", loss_fn, Callable, due)
+    """Return the whole model and torchtitan's loss: a sum over tokens, divided by the step's counted tokens."""
+    expected = "what pipeline_llm is given"
+    TORCHTITAN.expect("loss_fn", loss_fn, Callable, expected)
     if isinstance(loss_fn, TORCHTITAN.module("components.loss").ChunkedLossWrapper):
         raise AdapterError("loss_fn is a ChunkedLossWrapper: use the loss in it for the check, CrossEntropyLoss say")
     for number, one in enumerate(microbatches):
         _check(number, one)
     packed = Packed.of([by_name(given, "input") for given, _ in microbatches])
 
-    def given(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+    def prepare(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
         return whole.model, [(packed.unpack(inputs), labels) for inputs, labels in microbatches]
 
     return Whole(
         reference,
-        partial(_built, reference, packed),
+        partial(_build, reference, packed),
         [(packed.pack(by_name(inputs, "input")), labels) for inputs, labels in microbatches],
         LossOfAll(lambda every: UnitLoss(loss_fn, tokens_in(labels for _, labels in every))),
         Contract(loss_divisor=1.0),
-        given,
+        prepare,
     )
 
 
 def _check(number: int, microbatch: Any) -> None:
     pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
     if not pair or not isinstance(microbatch[0], Mapping) or "input" not in microbatch[0]:
-        due = "a pair of input_dict, which has an input, and labels, as torchtitan's dataloader gives it"
-        TORCHTITAN.expect(f"microbatch {number}", microbatch, (), due)
+        expected = "a pair of input_dict, which has an input, and labels, as torchtitan's dataloader gives it"
+        TORCHTITAN.expect(f"microbatch {number}", microbatch, (), expected)
 
 
 def tokens_in(labels: Iterable[Any]) -> int:
@@ -243,7 +242,7 @@ def tokens_in(labels: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class UnitLoss:
-    """The loss that torchtitan differentiates, where so many ``tokens`` count in all of the step."""
+    """torchtitan's differentiated loss, when ``tokens`` count in the whole step."""
 
     loss_fn: LossFunction
     tokens: int
@@ -258,8 +257,8 @@ class UnitLoss:
         return loss
 
 
-def _built(reference: Callable[[], nn.Module], packed: Packed) -> Called:
-    model = TORCHTITAN.built(reference)
+def _build(reference: Callable[[], nn.Module], packed: Packed) -> Called:
+    model = TORCHTITAN.build(reference)
     TORCHTITAN.expect("the reference", model, nn.Module, "the whole model, as built")
     experts = TORCHTITAN.module("models.common.moe").MoE
     for name, module in model.named_modules():
@@ -275,7 +274,7 @@ def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
 
 
 def _masks(model: Any, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Those that the trainer makes of positions for this kind of attention."""
+    """Return the trainer's masks for this kind of attention, made from positions."""
     attention = getattr(getattr(model, "config", None), "first_attention", None)
     inner = getattr(attention, "inner_attention", None)
     if inner is None or "positions" not in named:

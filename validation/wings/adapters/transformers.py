@@ -1,6 +1,6 @@
 """Transformers: causal language models in stages, and steps of a running ``Trainer``.
 
-A user's step cuts the model and trains by a schedule of torch's or ours inside ``observed``, or hands back stages and
+A user's step cuts the model and trains by a schedule of torch's or ours inside ``observe``, or hands back stages and
 losses of its own runtime. ``validate`` takes batches as a data collator gives them. Nothing of transformers is imported
 before one of these is called.
 """
@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.step import PipelineSchedule
-from pipeproof.records.checked_step import looked_at
-from pipeproof.whitebox.handed_back import Gradient, copied
+from pipeproof.records.checked_step import look_at
+from pipeproof.whitebox.handed_back import Gradient, copy_gradient
 from pipeproof.whitebox.torch_pipelining import stages_of
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
@@ -37,7 +37,7 @@ __all__ = [
     "TransformersError",
     "check_step",
     "imports",
-    "observed",
+    "observe",
     "record_step",
     "validate",
 ]
@@ -46,16 +46,15 @@ TransformersError = AdapterError
 imports = TRANSFORMERS.imports
 
 
-def observed(schedule: Any, stages: Sequence[nn.Module], model: nn.Module) -> AbstractContextManager[Observation]:
-    """Observe the step that is trained inside this.
+def observe(schedule: Any, stages: Sequence[nn.Module], model: nn.Module) -> AbstractContextManager[Observation]:
+    """Observe the step trained in this block.
 
-    schedule: one of ``torch.distributed.pipelining``, or a ``PipelineSchedule``. stages: this rank's modules, in the
-    schedule's order; ``Stage`` makes them of ``model``, which ``validate`` gave to the step, and so may other cuts that
-    keep its names. Gradients are noted when torch is about to clip them by a norm, or PipelineSchedule is, and the norm
-    with them; without that, they are what there is at ``handed_back``. Raises ``TransformersError`` for what is not
-    covered.
+    schedule: from ``torch.distributed.pipelining``, or a ``PipelineSchedule``. stages: this rank's modules, in the
+    schedule's order, made by ``Stage`` or another cut with the same names from ``model``, which ``validate`` passed to
+    the step. Gradients are noted before clipping by torch or PipelineSchedule, with the norm; without it, at
+    ``result()``. Raises ``TransformersError`` for unsupported use.
     """
-    return adapter.observed(Transformers(schedule, stages), (), model)
+    return adapter.observe(Transformers(schedule, stages), (), model)
 
 
 def validate(
@@ -79,13 +78,13 @@ def validate(
     Raises ``TransformersError``, and what ``whitebox.validate`` raises.
     """
     TRANSFORMERS.module()
-    whole = whole_of(reference, TRANSFORMERS.listed(microbatches), loss)
+    whole = whole_of(reference, TRANSFORMERS.list_microbatches(microbatches), loss)
     return adapter.validate(TRANSFORMERS, step, whole, ranks=ranks, whitebox=whitebox)
 
 
 @dataclass(frozen=True)
 class Transformers(Adapter):
-    """A schedule of torch's or ours, and this rank's stages of a model."""
+    """A schedule, torch's or ours, and this rank's stages of a model."""
 
     schedule: Any
     stages: Any
@@ -96,11 +95,11 @@ class Transformers(Adapter):
         schedule, stages = self.schedule, self.stages
         if not isinstance(stages, Sequence) or not all(isinstance(one, nn.Module) for one in stages):
             TRANSFORMERS.expect("stages", stages, (), "a list of this rank's modules")
-        due = (
+        expected = (
             "one of torch.distributed.pipelining or a PipelineSchedule; from another runtime hand back stages and "
-            "losses, without observed"
+            "losses, without observe"
         )
-        TRANSFORMERS.expect("schedule", schedule, PipelineSchedule | _PipelineSchedule, due)
+        TRANSFORMERS.expect("schedule", schedule, PipelineSchedule | _PipelineSchedule, expected)
         ours = isinstance(schedule, PipelineSchedule)
         numbers = [one.index for one in schedule.parts.stages] if ours else stages_of(schedule)
         if len(numbers) != len(stages):
@@ -119,14 +118,14 @@ class Transformers(Adapter):
         )
 
     def load(self, step: FrameworkStep, microbatches: Sequence[Any], reference: nn.Module) -> None:
-        """The stages are of the model, and have its weights already."""
+        """Check names and shapes alone, because the stages share the model's weights already."""
         whole = dict(reference.named_parameters(remove_duplicate=False))
         for name, parameter in step.parameters():
             if name not in whole or whole[name].shape != parameter.shape:
                 ours = f"has it in shape {list(whole[name].shape)}" if name in whole else "has none of that name"
                 raise AdapterError(
                     f"a stage has a parameter {name} of shape {list(parameter.shape)}, the model {ours}: cut it by "
-                    "pipeproof.transformers.Stage, or hand back stages and losses without observed"
+                    "pipeproof.transformers.Stage, or hand back stages and losses without observe"
                 )
 
     def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
@@ -137,16 +136,16 @@ class Transformers(Adapter):
 def _watching(
     schedule: PipelineSchedule, losses: list[float], gradients: dict[nn.Parameter, Gradient], sight: Sight
 ) -> Iterator[None]:
-    """While this is open, keep a step's gradients when they are summed and not clipped yet; tell ``sight`` at its end.
+    """Keep a step's summed, unclipped gradients while open; notify ``sight`` at its end.
 
-    Before that, the schedule tells no losses.
+    Earlier, the schedule reports no losses.
     """
 
     def keep() -> None:
         every = (one for stage in schedule.parts.stages for one in stage.module.parameters())
-        gradients.update({one: copied(one.grad) for one in every if one.requires_grad})
+        gradients.update({one: copy_gradient(one.grad) for one in every if one.requires_grad})
 
-    kept = schedule.wrapped(lambda parts: looked_at(parts, keep))
+    kept = schedule.wrap(lambda parts: look_at(parts, keep))
 
     def train_step(_: Any, *given: Any, **named: Any) -> Any:
         result = kept.train_step(*given, **named)

@@ -1,7 +1,7 @@
-"""A stage of a causal language model of transformers': embedding, some of its layers, norm and head, under its names.
+"""A stage of a transformers causal language model: embedding, some layers, norm and head, under their own names.
 
-The model's own forward runs in every stage, so that masks and rotary embeddings are its own. Layers of other stages are
-left out of it. Legend: B rows, T tokens, C width, N words.
+The model's own forward runs in every stage, and makes masks and rotary embeddings, without layers of other stages.
+Legend: B rows, T tokens, C width, N words.
 """
 
 import copy
@@ -20,13 +20,13 @@ _IN_ORDER = ("gpt2", "gpt_bigcode", "nemotron", "stablelm")
 
 
 class Stage(nn.Module):
-    """Stage ``number`` of ``of``, with the modules of ``model`` itself and so its parameters, under the same names.
+    """Stage ``number`` of ``of``, with modules of ``model`` and so its parameters, under the same names.
 
-    model: a causal language model. layers: from which to which, the last one not included; None: of an even cut, the
-    first stages have one more. inputs: what inputs behind the first are called in the model. They are handed on, so a
-    runtime that sends tensors alone may use it. What comes by keyword is not.
+    model: a causal language model. layers: first and last layer, the latter excluded; None: an even cut, with one more
+    for the first stages if needed. inputs: names of the model's further inputs. Stages pass these on, so a runtime that
+    sends only tensors works. Keyword inputs are not passed on.
 
-    Call it with input_ids [B, T] or what the stage before gives [B, T, C]; it gives [B, T, C], the last one logits
+    Call it with input_ids [B, T] or the previous stage's output [B, T, C]; it returns [B, T, C], the last stage logits
     [B, T, N]. Raises ``AdapterError`` for a model that it cannot cut.
     """
 
@@ -64,7 +64,7 @@ class Stage(nn.Module):
         if not self.is_last:
             _leave_out(whole, model.get_output_embeddings())
         self._modules = whole._modules
-        self._whole, self._body = [whole], [own]  # in lists, so that they are no modules of this one
+        self._whole, self._body = [whole], [own]  # in lists, to keep them from becoming submodules
 
     def forward(self, given: Tensor, *others: Tensor, **named: Any) -> Any:
         named |= dict(zip(self._inputs, others, strict=True))
@@ -78,14 +78,14 @@ class Stage(nn.Module):
         return (output, *others) if others and not self.is_last else output
 
     def train(self, mode: bool = True) -> Self:
-        """As any module's, of the parts of the model that no module has."""
+        """Set the mode, also for parts of the model outside its modules."""
         for part in (*self._whole, *self._body):
             part.training = mode
         return super().train(mode)
 
 
 class _LeftOut(nn.Module):
-    """In the place of another stage's layer: what this stage received, or what its own layers gave."""
+    """Replaces another stage's layer: returns this stage's input, or the output of its own layers."""
 
     def __init__(self, stage: Stage, *, of_before: bool) -> None:
         super().__init__()
@@ -98,21 +98,21 @@ class _LeftOut(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """In the place of an embedding, where it was made by another stage."""
+    """Replaces an embedding computed by another stage."""
 
     def forward(self, places: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(*places.shape, 1, device=places.device)
 
 
 class _AsItIs(nn.Module):
-    """In the place of a norm, where another stage has it."""
+    """Replaces another stage's norm with the identity."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
 
 
 def _body_of(model: Any) -> Any:
-    """The model without its head."""
+    """Return the model without its head."""
     if not isinstance(model, TRANSFORMERS.module().PreTrainedModel):
         raise AdapterError(f"model is a {type(model).__name__}: expected a causal language model of transformers'")
     kind, config = model.config.model_type, model.config
@@ -134,7 +134,7 @@ def _layers_of(model: Any, body: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _even(layers: int, number: int, of: int) -> tuple[int, int]:
-    """From which to which, the first stages have what is left over."""
+    """Return the range of layers in an even cut, end excluded; the first stages get the rest."""
     if of > layers:
         raise AdapterError(f"{of} stages of {layers} layers: expected at most as many stages as layers")
     each, more = divmod(layers, of)
@@ -143,7 +143,7 @@ def _even(layers: int, number: int, of: int) -> tuple[int, int]:
 
 
 def _around(model: Any, body: nn.Module, layers: str) -> tuple[list[str], list[str]]:
-    """The modules before the layers, and those after them."""
+    """Return the modules before the layers, and the modules after them."""
     plan = getattr(model.config, "base_model_pp_plan", None)
     names = list(plan) if plan else [name for name, one in body.named_children() if any(True for _ in one.parameters())]
     at = names.index(layers)
@@ -151,14 +151,14 @@ def _around(model: Any, body: nn.Module, layers: str) -> tuple[list[str], list[s
 
 
 def _shallow(module: Any) -> Any:
-    """The same module with a table of its own, of the same modules."""
+    """Return a shallow copy of a module, with a separate table of the same modules."""
     made = copy.copy(module)
     made.__dict__["_modules"] = dict(module._modules)
     return made
 
 
 def _with(whole: Any, part: nn.Module, by: nn.Module) -> Any:
-    """``whole`` with ``by`` in the place of ``part``; what has none of it is shared."""
+    """Return ``whole`` with ``by`` in place of ``part``, sharing everything else."""
     if whole is part:
         return by
     made = _shallow(whole)
@@ -169,7 +169,7 @@ def _with(whole: Any, part: nn.Module, by: nn.Module) -> Any:
 
 
 def _leave_out(whole: nn.Module, head: nn.Module) -> None:
-    """Take the head away, where it is no part of the body."""
+    """Remove the head, unless it is part of the body."""
     for name, module in list(whole._modules.items()):
         if module is head:
             del whole._modules[name]

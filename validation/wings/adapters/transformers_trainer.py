@@ -1,4 +1,4 @@
-"""A step of transformers' ``Trainer``, on one process or in DDP: what it differentiates, its gradients and its norm."""
+"""A step of transformers' ``Trainer``, on one process or in DDP: its loss, gradients and norm."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,7 +13,7 @@ from pipeproof.core.observe.shards import InShards
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.records.record import Record
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
@@ -44,37 +44,37 @@ _COVERED_ARGUMENTS: Mapping[str, Any] = {"fp16": False, "bf16": False}
 
 
 class TrainerStep:
-    """The check or the recording of one step of a trainer, which begins and ends inside ``trainer.train``."""
+    """A check or recording of one trainer step, which begins and ends inside ``trainer.train``."""
 
     def __init__(self) -> None:
-        self._seen: CheckedStep | StepRecording | None = None
+        self._observed: CheckedStep | StepRecording | None = None
 
     @property
     def began(self) -> bool:
         """Whether the trainer came to the step."""
-        return self._seen is not None
+        return self._observed is not None
 
     @property
     def verdict(self) -> Verdict:
         """The verdict of all processes together, the same on each. Raises ``CheckError`` before the step is over."""
-        if not isinstance(self._seen, CheckedStep):
+        if not isinstance(self._observed, CheckedStep):
             raise CheckError("the verdict is known once trainer.train has taken the step, in the with block")
-        return self._seen.verdict
+        return self._observed.verdict
 
     @property
     def record(self) -> Record | None:
-        """On rank 0, once the step is over, what it gave; None where that could not be recorded."""
-        return self._seen.record if isinstance(self._seen, StepRecording) else None
+        """The step's record on rank 0 after its end; None if it failed."""
+        return self._observed.record if isinstance(self._observed, StepRecording) else None
 
     @property
     def problem(self) -> str:
-        """Why there is no record, on every rank; empty where there is one, or the step is not over."""
-        return self._seen.problem if isinstance(self._seen, StepRecording) else ""
+        """Reason for a missing record, on every rank; empty if there is one, or the step is not over."""
+        return self._observed.problem if isinstance(self._observed, StepRecording) else ""
 
     @contextmanager
     def of(self, opened: AbstractContextManager[CheckedStep | StepRecording]) -> Iterator[None]:
-        """While this is open, it is what is ``opened``."""
-        with opened as self._seen:
+        """Attach the check or recording ``opened`` while open."""
+        with opened as self._observed:
             yield
 
 
@@ -87,18 +87,18 @@ def check_step(
     floors: bool = True,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[TrainerStep]:
-    """A context manager around ``trainer.train()``: one step of it is checked. Every process enters it.
+    """Check one step of ``trainer.train()`` in this block. Every process enters it.
 
-    After the block, or as soon as the step is over, there is a ``verdict``. The job keeps its weights, optimizer and
-    random numbers. It goes on in any case: what is not covered makes the verdict unknown.
+    After the step there is a ``verdict``. The job keeps its weights, optimizer and random numbers, and always goes on:
+    unsupported use makes the verdict unknown.
 
-    trainer: a ``Trainer`` of a causal language model. step: which of those that are taken in the block, from 0. loss:
-    as for ``validate``; what Trainer differentiates is held against that. reference: builds the whole model; None: it
-    is a copy of the trainer's. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    trainer: a ``Trainer`` of a causal language model. step: its number in the block, from 0. loss: as for ``validate``,
+    for comparison with Trainer's own. reference: builds the whole model; None: a copy of the trainer's. floors and
+    timeout_s: see ``SingleDevice`` and ``check_step``.
     """
 
     def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[CheckedStep]:
-        build = partial(copied, getattr(trainer, "model", None)) if reference is None else reference
+        build = partial(deep_copy, getattr(trainer, "model", None)) if reference is None else reference
         return adapter.check_step(own, microbatches, reference=build, floors=floors, timeout_s=timeout_s)
 
     return _at_step(trainer, step, loss, begin)
@@ -107,10 +107,10 @@ def check_step(
 def record_step(
     trainer: Any, path: str, *, step: int = 0, loss: str = "tokens", timeout_s: float = 300.0
 ) -> AbstractContextManager[TrainerStep]:
-    """A context manager around ``trainer.train()``: what one step of it gave is written into the file at ``path``.
+    """Record one step of ``trainer.train()`` in this block, into the file at ``path``.
 
-    trainer, step, loss: as for ``check_step``. All else is as for ``deepspeed.record_step``: the microbatches are those
-    that the trainer fetches.
+    trainer, step, loss: as for ``check_step``. Otherwise like ``deepspeed.record_step``, on microbatches fetched by the
+    trainer.
     """
 
     def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[StepRecording]:
@@ -123,7 +123,7 @@ def record_step(
 def _at_step(
     trainer: Any, number: int, loss: str, begin: Callable[..., AbstractContextManager[Any]]
 ) -> Iterator[TrainerStep]:
-    """While this is open, what ``begin`` gives is open around the trainer's step of this number."""
+    """Open the result of ``begin`` around the trainer's step with this number."""
     found = TrainerStep()
     with ExitStack() as opened:
         numbers = count()
@@ -153,9 +153,9 @@ def _at_step(
 
 @dataclass(frozen=True)
 class Trained(Adapter):
-    """A trainer and its step of this number; ``loss`` is that of ``validate``.
+    """A trainer and its step with this number; ``loss``: see ``validate``.
 
-    microbatches: how many the step has; None: the trainer did not come to it.
+    microbatches: the step's number of them; None: the trainer did not reach it.
     """
 
     trainer: Any
@@ -176,7 +176,7 @@ class Trained(Adapter):
             )
         divisor(self.loss)
         model, losses = self.trainer.model, list[Tensor]()
-        # What a process differentiates is averaged over all of them.
+        # Losses are averaged over all processes.
         factor = self.microbatches if self.loss == "mean" else 1 / self.trainer.accelerator.num_processes
 
         def gradients() -> dict[nn.Parameter, Gradient]:
@@ -195,18 +195,18 @@ class Trained(Adapter):
         return whole_of(reference, microbatches, self.loss, model=self.trainer.model)
 
     def contents(self, microbatches: Sequence[Any] | None) -> Sequence[Content]:
-        return ()  # what is drawn is what is checked
+        return ()  # the check uses the drawn data itself
 
 
 @contextmanager
 def _watching(trainer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note what is differentiated, and tell ``sight`` when gradients are clipped or taken."""
-    accelerator, told = trainer.accelerator, list[str]()
+    """Note losses at backward, and notify ``sight`` of clipping and the optimizer's step, while open."""
+    accelerator, moments = trainer.accelerator, list[str]()
 
     def tell(where: str) -> None:
-        if not told:
+        if not moments:
             sight.complete()
-        told.append(where)
+        moments.append(where)
 
     def backward(inner: Callable[..., Any], loss: Any, *given: Any, **named: Any) -> Any:
         losses.append(loss.detach().clone())
@@ -217,7 +217,7 @@ def _watching(trainer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None
             return inner(*given, **named)
         tell("clipping")
         norm = inner(*given, **named)
-        if len(told) == 1 and norm is not None:
+        if len(moments) == 1 and norm is not None:
             sight.norm(norm)
         return norm
 
@@ -234,7 +234,7 @@ def _watching(trainer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise for what would be judged wrongly."""
+    """Raise for unsupported use."""
     TRANSFORMERS.expect("trainer", trainer, TRANSFORMERS.module().Trainer, "a Trainer of transformers'")
     names = vars(trainer)
     TRANSFORMERS.covers({name: names[name] for name in _COVERED if name in names}, _COVERED)

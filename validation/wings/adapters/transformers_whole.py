@@ -1,4 +1,4 @@
-"""The reference of a step of a causal language model of transformers': the model on one rank, and its own loss."""
+"""The reference for a transformers causal language model's step: the model on one rank, and its own loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeproof.core.contract import Contract
 from pipeproof.reference.data import IGNORED
 from pipeproof.whitebox.task import LossOfAll
-from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrapped
+from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrap
 from pipeproof.wings.adapters.whole import Packed, Whole, by_name
 from pipeproof.worlds.settings import drawing_apart
 
@@ -32,12 +32,12 @@ TRANSFORMERS = Framework(
 
 
 def name_in_whole(name: str) -> str:
-    """What a stage's parameter is called in the whole model: the same, but for wrappers around modules."""
-    return unwrapped(name, *_WRAPPERS)
+    """Return a parameter's name in the whole model: without wrappers around modules."""
+    return unwrap(name, *_WRAPPERS)
 
 
 def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], loss: str, model: Any = None) -> Whole:
-    """The whole model and its own loss, or that of ``model``. Raises for what is no text with labels."""
+    """Return the whole model with its own loss, or the loss of ``model``. Raises for data without labels."""
     by = divisor(loss)
     for number, one in enumerate(microbatches):
         _check(number, one)
@@ -48,11 +48,11 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], los
     def of_all(every: Sequence[tuple[Any, Tensor]]) -> CausalLoss:
         return CausalLoss.of(build().itself if model is None else model, [labels for _, labels in every], loss)
 
-    def given(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+    def prepare(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
         return whole.itself, [{**packed.unpack(inputs), "labels": labels} for inputs, labels in microbatches]
 
     pairs = [(packed.pack(own), one["labels"]) for own, one in zip(inputs, microbatches, strict=True)]
-    return Whole(reference, build, pairs, LossOfAll(of_all), Contract(loss_divisor=by), given)
+    return Whole(reference, build, pairs, LossOfAll(of_all), Contract(loss_divisor=by), prepare)
 
 
 def _inputs(microbatch: HfBatch) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def tokens_in(labels: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class CausalLoss:
-    """The model's own loss: a sum over tokens, divided by ``tokens``, or the mean over those of the microbatch."""
+    """The model's own loss: a sum over tokens, divided by ``tokens``, or the microbatch's mean."""
 
     function: Callable[..., Tensor]
     vocabulary: int
@@ -97,7 +97,7 @@ class CausalLoss:
 
     @classmethod
     def of(cls, model: Any, labels: Iterable[Any], loss: str) -> "CausalLoss":
-        """The loss of ``model`` for a step with these labels, all of them."""
+        """Return the loss of ``model`` for a step with all these labels."""
         tokens = tokens_in(labels)
         return cls(model.loss_function, model.config.vocab_size, tokens if loss == "tokens" else None)
 
@@ -107,7 +107,7 @@ class CausalLoss:
 
 
 def divisor(loss: str) -> float | None:
-    """What each microbatch's ``CausalLoss`` is divided by; None: their number."""
+    """Return the divisor of each microbatch's ``CausalLoss``; None: their number."""
     if loss not in _LOSSES:
         raise AdapterError(
             f"loss is {loss!r}: expected 'tokens', the mean over all tokens of the step, or 'mean', the mean over "
@@ -117,24 +117,24 @@ def divisor(loss: str) -> float | None:
 
 
 class WholeTransformers(nn.Module):
-    """The whole model, with its own names; called with the inputs of a packed microbatch, it gives logits."""
+    """The whole model, with its own names; maps inputs of a packed microbatch to logits."""
 
     def __init__(self, build: Callable[[], Any], packed: Packed) -> None:
         super().__init__()
-        model = TRANSFORMERS.built(build)
+        model = TRANSFORMERS.build(build)
         check_model(model)
         _check_loss(model)
         self._modules = model._modules
-        self._itself = [model]  # in a list, so that it is no module of this one
+        self._itself = [model]  # in a list, to keep it from becoming a submodule
         self._packed = packed
 
     @property
     def itself(self) -> Any:
-        """The model, whose modules these are."""
+        """The model that owns these modules."""
         return self._itself[0]
 
     def train(self, mode: bool = True) -> Self:
-        """As any module's, of the model too."""
+        """Set the mode, also for the model."""
         self.itself.training = mode
         return super().train(mode)
 
@@ -144,7 +144,7 @@ class WholeTransformers(nn.Module):
 
 
 def check_model(model: Any) -> None:
-    """Raise ``AdapterError`` for a model that would be judged wrongly."""
+    """Raise ``AdapterError`` for an unsupported model."""
     known = TRANSFORMERS.module().PreTrainedModel
     TRANSFORMERS.expect("the reference", model, known, "a model of transformers'")
     name, config = type(model).__name__, model.config
@@ -160,7 +160,7 @@ def check_model(model: Any) -> None:
 
 
 def drops(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Every place where the model would drop out, and with what rate."""
+    """Yield every dropout of the model, with its rate."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             of_dropout = attribute == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
@@ -169,7 +169,7 @@ def drops(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise ``AdapterError`` where the model adds something to the loss of its logits, as routers do."""
+    """Raise ``AdapterError`` if the model adds terms to its loss, as routers do."""
     words = torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad(), drawing_apart():
         output = model(input_ids=words, attention_mask=torch.ones_like(words), labels=words, use_cache=False)

@@ -1,4 +1,4 @@
-"""The whole model beside a step of a framework's: what makes it, what it is called with, and its loss."""
+"""The whole model for a framework's step: its builder, inputs and loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +24,12 @@ def _as_they_are(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole model that a step is held against.
+    """The whole model that a step is compared with.
 
-    reference: the user's function. build: makes the model by it. microbatches: pairs of what the model is called with
-    and the target, or where it gives the loss itself and ``loss_fn`` is None, what it is called with. contract: what
-    the step claims, or a function of model and microbatches. given: model and microbatches as a user's step has them.
-    alone: while it is open for a type of device, the framework is as a launcher leaves it; then it is as it was, so
-    that the next layout can be another.
+    reference: the user's function. build: makes the model with it. microbatches: pairs of the model's input and the
+    target; only inputs if ``loss_fn`` is None, and the model returns the loss. contract: the step's claims, or a
+    function of model and microbatches. given: model and microbatches in the form for a user's step. alone: imitates a
+    launcher on a type of device while open, then restores the framework's state, to allow another layout next.
     """
 
     reference: Callable[..., Any]
@@ -48,27 +47,27 @@ class Whole:
 
     @property
     def loss_in_step(self) -> LossFn | None:
-        """The loss function in a step of just these microbatches."""
+        """The loss function in a step with exactly these microbatches."""
         return self.loss_fn.of(self.pairs) if isinstance(self.loss_fn, LossOfAll) else self.loss_fn
 
     def contract_in_step(self) -> Contract:
-        """The contract in a step of just these; the defaults where the model cannot be made, which a verdict says."""
+        """The contract in a step with these microbatches; the defaults if the model fails, which a verdict reports."""
         if isinstance(self.contract, Contract):
             return self.contract
         try:
             return self.contract(self.build(), self.pairs) if self.microbatches else DEFAULTS
         except AdapterError:
             raise
-        except Exception:  # no one type: it is the user's code that runs
+        except Exception:  # all types: user code runs
             return DEFAULTS
 
     def run_by(self, step: Callable[[Any, list[Any]], Any]) -> Callable[[Any, list[Any]], Any]:
-        """The user's ``step`` as ranks run it; nothing else of this goes there."""
+        """Wrap the user's ``step`` for ranks, without the rest of this object."""
         return partial(_run, step, self.given, self.alone)
 
-    def beside(self, *, floors: bool) -> SingleDevice:
-        """How a running job has it."""
-        return SingleDevice(self.build, self.loss_fn or _given, contract=self.contract, floors=floors)
+    def single_device(self, *, floors: bool) -> SingleDevice:
+        """Return the expectation for a running job."""
+        return SingleDevice(self.build, self.loss_fn or _own_loss, contract=self.contract, floors=floors)
 
 
 def _run(
@@ -83,49 +82,49 @@ def _run(
         return step(*given(model, microbatches))
 
 
-def _given(output: Tensor, _: Tensor) -> Tensor:
-    """The loss of a model that gives it itself."""
+def _own_loss(output: Tensor, _: Tensor) -> Tensor:
+    """Return the loss made by a model itself."""
     return output
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Microbatches, which have one form, as tuples of tensors; ``form``: that of one, with ``...`` for each tensor."""
+    """Microbatches of one form, flattened into tuples of tensors; ``form``: with ``...`` for each tensor."""
 
     form: Any = None
 
     @classmethod
     def of(cls, microbatches: Sequence[Any]) -> "Packed":
-        """How to pack these. Raises where one has other entries than the first."""
+        """Find the common form. Raises if one differs from the first."""
         forms = [tree_map_only(Tensor, lambda _: ..., one) for one in microbatches]
         for number, form in enumerate(forms):
             if form != forms[0] or tree_structure(form) != tree_structure(forms[0]):
-                told = f"{_named(microbatches[number])}, microbatch 0 is {_named(microbatches[0])}"
-                raise AdapterError(f"microbatch {number} is {told}: expected the same entries in all")
+                entries = f"{_name_type(microbatches[number])}, microbatch 0 is {_name_type(microbatches[0])}"
+                raise AdapterError(f"microbatch {number} is {entries}: expected the same entries in all")
         return cls(forms[0] if forms else None)
 
     def pack(self, microbatch: Any) -> tuple[Tensor, ...]:
-        """The tensors of a microbatch."""
+        """Return a microbatch's tensors."""
         return tuple(leaf for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
 
     def unpack(self, tensors: Any) -> Any:
-        """A microbatch as it was."""
+        """Rebuild a microbatch."""
         coming = iter(tensors if isinstance(tensors, tuple | list) else (tensors,))
         return tree_map(lambda leaf: next(coming) if leaf is ... else leaf, self.form)
 
 
-def _named(one: Any) -> str:
+def _name_type(one: Any) -> str:
     kind = type(one).__name__
     return f"a {kind} of {sorted(map(str, one))}" if isinstance(one, Mapping) else f"a {kind}"
 
 
 def by_name(inputs: Mapping[str, Any], first: str = "") -> dict[str, Any]:
-    """``inputs`` in one order: the ``first``, and then by their names."""
+    """Order ``inputs``: the ``first``, then by name."""
     return {name: inputs[name] for name in sorted(inputs, key=lambda name: (name != first, name))}
 
 
 class Called(nn.Module):
-    """A model that is called with the tensors of a packed microbatch; ``call`` is given it, and the microbatch."""
+    """A model called with a packed microbatch's tensors; ``call`` gets the model and the microbatch."""
 
     def __init__(self, model: nn.Module, packed: Packed, call: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ class Called(nn.Module):
 
 @dataclass(frozen=True)
 class OfMicrobatch:
-    """``criterion``, of outputs and the number of their microbatch, in place of what is no single tensor of targets."""
+    """``criterion`` on outputs and a microbatch's number, for targets beyond a single tensor."""
 
     criterion: Callable[[Any, Any], Tensor]
     microbatches: Mapping[tuple[int, ...], Any]
@@ -149,7 +148,7 @@ class OfMicrobatch:
 
 @dataclass(frozen=True)
 class Named:
-    """``run``, that is called what the user's ``function`` is called."""
+    """``run`` under the name of the user's ``function``."""
 
     function: Callable[..., Any]
     run: Callable[..., Any]

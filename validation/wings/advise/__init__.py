@@ -1,4 +1,4 @@
-"""Which kind of parallelism to add next, and the fastest layouts that fit, computed from sizes alone.
+"""Advice on the next kind of parallelism, and the fastest layouts that fit, computed from sizes alone.
 
 A ``Job`` is a ``Transformer`` with a batch and a sequence; a ``Cluster`` is how many ``Accelerator`` there are. A
 ``Layout`` divides the ranks among tensor, context, pipeline, data and expert parallelism. ``footprint`` counts the

@@ -1,11 +1,11 @@
-"""What a job runs on: accelerators, and how they are joined."""
+"""A job's hardware: accelerators, and the links between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import counted, measured
+from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.sizes import check_count, check_measure
 
 GIB = float(1 << 30)
 UNITS = {"memory": GIB, "flops": 1e12, "link": 1e9, "network": 1e9}  # in which a user says them
@@ -16,7 +16,7 @@ _MOST_DEVICES = 1 << 20
 class Accelerator:
     """One device: bf16 operations per second (dense), bytes of memory, bytes per second to its node and to others.
 
-    ``link`` and ``network`` are one direction of one device, as the makers state them.
+    ``link`` and ``network``: one direction on one device, from its maker's figures.
     """
 
     name: str
@@ -28,29 +28,29 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``devices`` accelerators, ``per_node`` of them in a node."""
+    """``devices`` accelerators, ``per_node`` in a node."""
 
     device: Accelerator
     devices: int
     per_node: int = 8
 
     def __post_init__(self) -> None:
-        counted("devices", self.devices, most=_MOST_DEVICES)
-        counted("per-node", self.per_node, most=_MOST_DEVICES)
+        check_count("devices", self.devices, most=_MOST_DEVICES)
+        check_count("per-node", self.per_node, most=_MOST_DEVICES)
         for what, unit in UNITS.items():
-            measured(what, getattr(self.device, what) / unit)
+            check_measure(what, getattr(self.device, what) / unit)
 
     def between(self, group: int) -> float:
-        """Bytes per second that a device has for a group of ``group`` neighbours."""
+        """Return a device's bytes per second within a group of ``group`` neighbours."""
         return self.device.link if group <= self.per_node else self.device.network
 
 
-def _named(*devices: Accelerator) -> Mapping[str, Accelerator]:
+def _by_name(*devices: Accelerator) -> Mapping[str, Accelerator]:
     return {device.name: device for device in devices}
 
 
 # Makers' data sheets; the network is what the machines of that name commonly have: one port for each device.
-ACCELERATORS = _named(
+ACCELERATORS = _by_name(
     Accelerator("v100", 125e12, 32 * GIB, 150e9, 12.5e9),  # fp16; NVLink 2
     Accelerator("a100-40", 312e12, 40 * GIB, 300e9, 25e9),  # NVLink 3, HDR
     Accelerator("a100", 312e12, 80 * GIB, 300e9, 25e9),
@@ -64,8 +64,8 @@ ACCELERATORS = _named(
 
 
 def accelerator_named(name: str) -> Accelerator:
-    """The device of the table. Raises ``ScheduleError`` for a name that is not in it."""
+    """Return a device from the table. Raises ``ScheduleError`` for an unknown name."""
     plain = name.lower()
     if plain not in ACCELERATORS:
-        raise ScheduleError(f"unknown device {name!r}: {known_are(plain, list(ACCELERATORS))}")
+        raise ScheduleError(f"unknown device {name!r}: {list_known(plain, list(ACCELERATORS))}")
     return ACCELERATORS[plain]

@@ -1,4 +1,4 @@
-"""What a device holds at its worst moment, in bytes.
+"""A device's peak memory, in bytes.
 
 Weights, gradients and the optimizer's state: Rajbhandari et al., ZeRO, 2020. Activations: Korthikanti et al., Reducing
 activation recomputation in large transformer models, 2022, counted tensor by tensor; where attention keeps its scores
@@ -20,7 +20,7 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of the device that holds most."""
+    """Bytes on the fullest device."""
 
     weights: float
     gradients: float
@@ -29,27 +29,29 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a layer's forward leaves for its backward, in bytes a token.
+    """Tensors that a layer's forward keeps for its backward, in bytes a token.
 
-    ``sharded`` is divided by tp wherever there is tensor parallelism, ``whole`` only with sequence parallelism.
+    ``sharded``: divided by tp under tensor parallelism; ``whole``: only with sequence parallelism.
     """
 
     whole: float
     sharded: float
 
     def on(self, tp: int, *, sequence_parallel: bool = True) -> float:
-        """On each of ``tp`` ranks."""
+        """Return the bytes on each of ``tp`` ranks."""
         return self.sharded / tp + self.whole / (tp if sequence_parallel else 1)
 
 
-def kept(model: Transformer, layer: int, recompute: Recompute, *, scores: int = 0, dropout: bool = False) -> Kept:
-    """What ``layer`` keeps. ``scores``: the sequence's length where attention keeps its matrix, 0 where it does not."""
+def activation_memory(
+    model: Transformer, layer: int, recompute: Recompute, *, scores: int = 0, dropout: bool = False
+) -> Kept:
+    """Tensors kept by ``layer``. ``scores``: the sequence's length if attention keeps its matrix, else 0."""
     hidden = BF16 * model.hidden
     if recompute is Recompute.FULL:
         return Kept(hidden, 0)
@@ -75,7 +77,7 @@ def _visits(model: Transformer, layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one device: ``dense`` ones that all tokens use, with norms and embeddings, and those of its ``experts``.
+    """Parameters on one device: ``dense`` ones for all tokens, with norms and embeddings, and its ``experts``.
 
     ``layer`` is its largest layer, both together.
     """
@@ -86,17 +88,17 @@ class Parameters:
 
 
 def parameters(model: Transformer, layout: Layout, rank: int) -> Parameters:
-    """What pipeline rank ``rank`` holds before any sharding over data-parallel ranks."""
+    """Return the parameters on pipeline rank ``rank``, before sharding over data-parallel ranks."""
     return every_rank(model, layout)[rank]
 
 
 def every_rank(model: Transformer, layout: Layout) -> tuple[Parameters, ...]:
-    """The same of all pipeline ranks."""
+    """Return the parameters on all pipeline ranks."""
     return _parameters(model, layout.tp, layout.ep, layout.pipeline)
 
 
 def most_meets(model: Transformer, layout: Layout, *, experts: bool) -> float:
-    """Parameters that replicas of the largest rank have in common; ``experts``: replicas of these are there, too."""
+    """Return the largest rank's parameters shared by its replicas; ``experts``: include replicas of experts."""
     return _most(model, layout.tp, layout.ep, layout.pipeline, experts)
 
 
@@ -113,8 +115,8 @@ def _parameters(model: Transformer, tp: int, ep: int, pipeline: Pipeline) -> tup
 
 
 def _of_layers(model: Transformer, tp: int, ep: int, layers: list[int], ends: int) -> Parameters:
-    dense = [model.shared(layer) / tp for layer in layers]
-    experts = [model.routed(layer) / (tp * ep) for layer in layers]
+    dense = [model.shared_parameters(layer) / tp for layer in layers]
+    experts = [model.routed_parameters(layer) / (tp * ep) for layer in layers]
     return Parameters(sum(dense) + ends / tp, sum(experts), max(map(sum, zip(dense, experts, strict=True))))
 
 
@@ -128,7 +130,7 @@ def _ends(model: Transformer, stages: Stages, rank: int) -> int:
 
 
 def footprint(job: Job, layout: Layout) -> Footprint:
-    """The device that holds most."""
+    """Return the bytes on the fullest device."""
     model, count = job.model, tokens(job, layout)
     sizes, besides = _of_stages(model, layout.pipeline, layout.recompute, layout.tp)
     held = zip(every_rank(model, layout), peaks(job, layout, sizes), besides, strict=True)
@@ -144,26 +146,26 @@ def _of_rank(job: Job, layout: Layout, own: Parameters, activations: float) -> F
 
 
 def _state(job: Job, layout: Layout, own: Parameters) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer."""
+    """Return the bytes for weights, gradients and optimizer."""
     # With ZeRO-3 one layer is in use while the next is gathered; with ZeRO-2 one layer's gradient is whole.
     gathered = 2 * BF16 * own.layer if layout.zero >= 3 else 0
     unsharded = job.gradient_bytes * own.layer if layout.zero >= 2 else 0
     return (
-        _held(BF16, 3, own, layout) + gathered,
-        _held(job.gradient_bytes, 2, own, layout) + unsharded,
-        _held(job.optimizer_bytes, 1, own, layout),
+        _sharded_bytes(BF16, 3, own, layout) + gathered,
+        _sharded_bytes(job.gradient_bytes, 2, own, layout) + unsharded,
+        _sharded_bytes(job.optimizer_bytes, 1, own, layout),
     )
 
 
-def _held(each: int, stage: int, own: Parameters, layout: Layout) -> float:
-    """Bytes of what is sharded from this stage of ZeRO on, ``each`` for a parameter."""
+def _sharded_bytes(each: int, stage: int, own: Parameters, layout: Layout) -> float:
+    """Return the bytes for state sharded from this ZeRO stage on, with ``each`` for a parameter."""
     if layout.zero < stage:
         return each * (own.dense + own.experts)
     return each * (own.dense / layout.shards + own.experts / layout.expert_shards)
 
 
 def least_held(job: Job, layout: Layout) -> float:
-    """Bytes of the device that holds most, with the activations of one microbatch: no schedule holds less."""
+    """Return the fullest device's bytes with one microbatch's activations: a lower bound over schedules."""
     count = tokens(job, layout)
     kinds = _kinds_of_rank(job.model, layout.pipeline, layout.recompute, layout.tp, layout.ep)
     return max(sum(_state(job, layout, own)) + count * once for own, once in kinds)
@@ -173,7 +175,7 @@ def least_held(job: Job, layout: Layout) -> float:
 def _kinds_of_rank(
     model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int, ep: int
 ) -> tuple[tuple[Parameters, float], ...]:
-    """What ranks hold, and of each token of one microbatch; ranks that hold the same are one."""
+    """Return distinct ranks' parameters, and bytes for each token in one microbatch."""
     sizes, besides = _of_stages(model, pipeline, recompute, tp)
     once = list(besides)
     for size, (_, rank) in zip(sizes, stages_of(pipeline, model.layers), strict=True):
@@ -185,15 +187,15 @@ def _kinds_of_rank(
 def _of_stages(
     model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What each stage keeps of a token, and what each rank has besides, of one microbatch at a time.
+    """Return the bytes kept for a token in each stage, and further bytes on each rank, for one microbatch at a time.
 
-    That is the layer that is computed again, whose turn it is, and on the last stage's rank what makes the loss.
+    The latter are the layer being recomputed, and the loss on the last stage's rank.
     """
-    stages, each = stages_of(pipeline, model.layers), _kept_of_each(model, recompute, tp)
+    stages, each = stages_of(pipeline, model.layers), _activation_bytes(model, recompute, tp)
     sizes = [sum(each[layer] for layer in layers) for layers, _ in stages]
     besides = [0.0] * pipeline.ranks
     if recompute is Recompute.FULL:
-        whole = _kept_of_each(model, Recompute.NONE, tp)
+        whole = _activation_bytes(model, Recompute.NONE, tp)
         for layers, rank in stages:
             besides[rank] = max([besides[rank], *(whole[layer] for layer in layers)])
     besides[stages[-1][1]] += 2 * BF16 * (model.hidden + model.vocabulary) / tp  # logits are in fp32
@@ -201,10 +203,10 @@ def _of_stages(
 
 
 @cache
-def _kept_of_each(model: Transformer, recompute: Recompute, tp: int) -> tuple[float, ...]:
-    return tuple(kept(model, layer, recompute).on(tp) for layer in range(model.layers))
+def _activation_bytes(model: Transformer, recompute: Recompute, tp: int) -> tuple[float, ...]:
+    return tuple(activation_memory(model, layer, recompute).on(tp) for layer in range(model.layers))
 
 
 def tokens(job: Job, layout: Layout) -> float:
-    """Tokens of a microbatch on one rank."""
+    """Return the tokens of a microbatch on one rank."""
     return layout.micro * job.sequence / layout.cp

@@ -9,10 +9,10 @@ from pipeproof.wings.advise.transformer import Transformer
 
 
 class Recompute(StrEnum):
-    """What a backward computes again (Korthikanti et al., 2022).
+    """Results that a backward recomputes (Korthikanti et al., 2022).
 
-    NONE: nothing. SELECTIVE: what costs next to nothing, here norms and activation functions; attention never keeps its
-    matrix of scores. FULL: a whole layer from its input.
+    NONE: nothing. SELECTIVE: nearly free ones, here norms and activation functions; attention never keeps its matrix of
+    scores. FULL: a whole layer from its input.
     """
 
     NONE = "none"
@@ -22,7 +22,7 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained: a global ``batch`` of sequences of ``sequence`` tokens, in bf16 with Adam.
+    """A training job: a global ``batch`` of sequences with ``sequence`` tokens, in bf16 with Adam.
 
     ``gradient_bytes``: 4 where gradients are summed in fp32, 2 in bf16. ``optimizer_bytes``: fp32 master weights and
     two moments of Adam are 12 a parameter (Rajbhandari et al., ZeRO, 2020).
@@ -36,7 +36,7 @@ class Job:
 
 
 class Pipeline(NamedTuple):
-    """What a schedule depends on, besides microbatches."""
+    """Parameters of a schedule, besides microbatches."""
 
     schedule: str
     ranks: int
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many devices it takes."""
+        """Number of devices."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -74,17 +74,17 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold the same dense parameters."""
+        """Number of ranks with the same dense parameters."""
         return self.dp * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks with the same experts."""
         return max(1, self.shards // self.ep)
 
     @property
     def sizes(self) -> str:
-        """The sizes above one: ``tp 8, pp 16, dp 128``."""
+        """Sizes above one: ``tp 8, pp 16, dp 128``."""
         named = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
         return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
 
@@ -101,7 +101,7 @@ class Layout:
 
 
 def problems(layout: Layout, job: Job) -> Iterator[str]:
-    """Why ``layout`` cannot be, each with the rule and a cure; nothing where it can."""
+    """Yield reasons against ``layout``, each with the rule and a cure."""
     model = job.model
     for what, size, whole, cure in (
         ("tp", layout.tp, ("heads", model.heads), "use a divisor"),

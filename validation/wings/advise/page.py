@@ -1,9 +1,9 @@
-"""Advice as a page: where to begin, memory before and after each step of the way, and the fastest layouts."""
+"""Advice on a page: the starting point, memory before and after each step, and the fastest layouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeproof.reports.template import rendered
+from pipeproof.reports.template import render
 from pipeproof.wings.advise.cluster import Cluster
 from pipeproof.wings.advise.layout import Job
 from pipeproof.wings.advise.path import Outcome, Step
@@ -12,11 +12,10 @@ from pipeproof.wings.advise.search import Choice
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found for ``job`` on ``cluster``: the way, the fastest layouts, and how it ends.
+    """Advice for ``job`` on ``cluster``: steps, fastest layouts, and conclusion.
 
-    ``asked`` is the question in lines. ``said``: where to begin. ``do`` and ``line``: what to do next, and what to type
-    for that; both may be empty.
-    ``room``: the share of memory that may be filled.
+    ``asked``: the question in lines. ``said``: the starting point. ``do`` and ``line``: the next action and its
+    command; both may be empty. ``room``: usable share of memory.
     """
 
     job: Job
@@ -33,11 +32,11 @@ class Advice:
 def advice_page(advice: Advice) -> str:
     """The page."""
     title = f"{advice.job.model.name}: {advice.said.rstrip('.')}"
-    return rendered("advice.html", title=title, told={}, advice=advice, way=[*_way(advice.steps)])
+    return render("advice.html", title=title, data={}, advice=advice, way=[*_way(advice.steps)])
 
 
 def _way(steps: Sequence[Step]) -> Iterator[tuple[Step, Choice | None]]:
-    """Every step, with the layout that it builds on."""
+    """Yield every step, with the layout under it."""
     last: Choice | None = None
     for step in steps:
         yield step, last

@@ -1,7 +1,7 @@
-"""Which kind of parallelism to add next, one at a time, with the reason for each that is taken and each that is not.
+"""The path to a layout: one kind of parallelism at a time, with the reason for each taken or rejected.
 
-The order is the field's: what costs least first. Recompute on one device; replicas; ZeRO, stage by stage; recompute
-again; tensor parallelism inside a node; a pipeline; experts over ranks; long sequences over ranks.
+The order is customary: cheapest first. Recompute on one device; replicas; ZeRO, stage by stage; recompute again; tensor
+parallelism inside a node; a pipeline; experts over ranks; long sequences over ranks.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _WORTH = 0.05  # of a step's time: less is no reason to add a kind of parallelis
 
 
 class Outcome(StrEnum):
-    """What becomes of a step: what is not enough stays, for the next ones build on it."""
+    """Outcomes of a step: an insufficient one stays, because the next build on it."""
 
     TAKEN = "taken"
     NOT_ENOUGH = "not enough"
@@ -36,7 +36,7 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if it gives another one."""
+    """One kind of parallelism, added to earlier ones. ``choice``: the best layout with it, if different."""
 
     name: str
     outcome: Outcome
@@ -55,7 +55,7 @@ class _Trial:
 
 
 def find_path(job: Job, cluster: Cluster, allowed: Allowed) -> tuple[Step, ...]:
-    """Every step of the guide, in order."""
+    """Return every step of the guide, in order."""
     steps: list[Step] = []
     used = replace(allowed, kinds=frozenset(), zero=(0,), recompute=(Recompute.NONE,))
     before = Found(())
@@ -65,8 +65,8 @@ def find_path(job: Job, cluster: Cluster, allowed: Allowed) -> tuple[Step, ...]:
             continue
         tried = _with(trial.allowed, used)
         after = find_layouts(job, replace(cluster, devices=trial.devices), tried, most=1)
-        outcome, reason = _judged(before, after, job, trial, cluster)
-        steps.append(Step(trial.name, outcome, reason, _given(before, after, trial)))
+        outcome, reason = _judge(before, after, job, trial, cluster)
+        steps.append(Step(trial.name, outcome, reason, _choose(before, after, trial)))
         if outcome is not Outcome.NOT_NEEDED:
             used, before = tried, after
     return tuple(steps)
@@ -103,7 +103,7 @@ def _with(more: Allowed, used: Allowed) -> Allowed:
 
 
 def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
-    """Why a step is not even tried; nothing where it is."""
+    """Say why a step is pointless; empty if worth trying."""
     if cluster.devices == 1 and not trial.name.endswith("one device"):
         return "there is only one device"
     if trial.kind is Kind.EXPERT and job.model.experts is None:
@@ -115,18 +115,18 @@ def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     return ""
 
 
-def _given(before: Found, after: Found, trial: _Trial) -> Choice | None:
-    """What a step gives: the best layout, or the one that needs least, if it is one with this kind of parallelism."""
+def _choose(before: Found, after: Found, trial: _Trial) -> Choice | None:
+    """Return a step's layout: the best, or the smallest, if it uses this kind of parallelism."""
     choice = after.best[0] if after.best else after.least
     if choice is None or choice in (*before.best, before.least):
         return None
     return choice if trial.kind is None or getattr(choice.layout, _AXES[trial.kind]) > 1 else None
 
 
-def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Cluster) -> tuple[Outcome, str]:
-    """Whether a step is taken, and why."""
+def _judge(before: Found, after: Found, job: Job, trial: _Trial, cluster: Cluster) -> tuple[Outcome, str]:
+    """Decide on a step, with the reason."""
     if not after.best:
-        if after.least is not None and _given(before, after, trial) is None:
+        if after.least is not None and _choose(before, after, trial) is None:
             return Outcome.NOT_ENOUGH, f"no layout with it needs less than {_gib(after.least)} GiB"
         return Outcome.NOT_ENOUGH, _why_nothing_fits(after.least, job, trial, cluster)
     now = after.best[0]

@@ -1,4 +1,4 @@
-"""What a schedule makes of a layout: how long a step takes, and how much is held at once, by ``plan``'s simulator."""
+"""A schedule's effect on a layout: time of a step and peak memory, by ``plan``'s simulator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,21 +17,21 @@ from pipeproof.wings.advise.transformer import Transformer
 OFFERED = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 # Of a pipeline that is simulated; public runs have up to 64 ranks. V-Half is drawn unit by unit, which takes longest.
 MOST_STAGES: Mapping[str, int] = {**dict.fromkeys(OFFERED, 128), "v-half": 32}
-_WHOLE = ("1f1b", "interleaved")  # those whose backward is in one piece
+_WHOLE = ("1f1b", "interleaved")  # with an unsplit backward
 # Times P microbatches fill a pipeline: it is as slow as whole steps are, within 1 %, and holds as much. A test says so.
 _FULL, _HOLDS = 3, 2
-_DIGITS = 9  # to which sizes of stages are alike
+_DIGITS = 9  # digits in which equal stages agree
 
 Stages = tuple[tuple[range, int], ...]
 
 
 def stretch(job: Job, layout: Layout) -> float:
-    """How many times longer a step takes than if its work were shared evenly and no rank ever waited."""
+    """Return the ratio of a step's time to an even share without waits."""
     return _stretch(layout.pipeline, layout.microbatches(job), work(job, layout), _times(layout))
 
 
 def least_stretch(job: Job, layout: Layout) -> float:
-    """What that is at least, by the busiest rank and what must run before and after it."""
+    """Return a lower bound on the ratio, from the busiest rank and the work before and after it."""
     return _least(layout.pipeline, layout.microbatches(job), work(job, layout), _times(layout))
 
 
@@ -44,7 +44,7 @@ def peaks(job: Job, layout: Layout, sizes: Sequence[float]) -> tuple[float, ...]
 
 
 def work(job: Job, layout: Layout) -> tuple[float, ...]:
-    """Of each stage, over the mean: operations of its layers' forward, and in the last those of the output."""
+    """Return each stage's work over the mean: its layers' forward operations, and in the last the output's."""
     return _work(job.model, job.sequence, layout.pipeline)
 
 
@@ -58,7 +58,7 @@ def _work(model: Transformer, sequence: int, pipeline: Pipeline) -> tuple[float,
 
 
 def _times(layout: Layout) -> Times:
-    """T_F = T_W = 1 for a stage of mean size, and T_I, which includes what is computed again."""
+    """Return T_F = T_W = 1 for a mean stage, and T_I, which includes recomputation."""
     return _AGAIN if layout.recompute is Recompute.FULL else _ONCE
 
 
@@ -67,12 +67,12 @@ _ONCE, _AGAIN = Times(1.0, 1.0, 1.0), Times(1.0, 2.0, 1.0)
 
 @cache
 def _stretch(pipeline: Pipeline, microbatches: int, works: tuple[float, ...], times: Times) -> float:
-    """Long steps are not simulated whole: once a pipeline is full, more microbatches add the same time each."""
+    """Simulate a step's start, and extrapolate: in a full pipeline, each microbatch adds the same time."""
     few = min(microbatches, _FULL * pipeline.ranks)
     scaled = replace(times, stages=works)
-    time = simulate(_built(pipeline, few), scaled).makespan
+    time = simulate(_build(pipeline, few), scaled).makespan
     if few < microbatches:
-        round_more = time - simulate(_built(pipeline, few - pipeline.ranks), scaled).makespan
+        round_more = time - simulate(_build(pipeline, few - pipeline.ranks), scaled).makespan
         time += round_more * (microbatches - few) / pipeline.ranks
     return max(time / _even(pipeline, microbatches, works, times), _least(pipeline, microbatches, works, times))
 
@@ -87,9 +87,9 @@ def _all(times: Times) -> float:
 
 @cache
 def _least(pipeline: Pipeline, microbatches: int, works: tuple[float, ...], times: Times) -> float:
-    """No rank ends before it did all its work, which begins when the first microbatch has reached it.
+    """Return a lower bound: each rank does all its work after the first microbatch's arrival.
 
-    Where a backward is in one piece, the last one must then still pass the stages before.
+    An unsplit last backward must then still pass the earlier stages.
     """
     before = [0.0, *accumulate(works)]
     passes = _all(times) if pipeline.schedule in _WHOLE else times.forward
@@ -103,18 +103,18 @@ def _least(pipeline: Pipeline, microbatches: int, works: tuple[float, ...], time
 
 @cache
 def _peaks(pipeline: Pipeline, microbatches: int, sizes: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(peak.value for peak in peaks_of(_built(pipeline, microbatches).columns, sizes=sizes))
+    return tuple(peak.value for peak in peaks_of(_build(pipeline, microbatches).columns, sizes=sizes))
 
 
 @cache
-def _built(pipeline: Pipeline, microbatches: int) -> Schedule:
+def _build(pipeline: Pipeline, microbatches: int) -> Schedule:
     return build(pipeline.schedule, ranks=pipeline.ranks, microbatches=microbatches, virtual=pipeline.virtual)
 
 
 @cache
 def stages_of(pipeline: Pipeline, layers: int) -> Stages:
-    """The layers of every stage, and its rank."""
-    placement = _built(pipeline, pipeline.ranks if pipeline.schedule in LOOPED else 1).placement
+    """Return the layers and the rank of every stage."""
+    placement = _build(pipeline, pipeline.ranks if pipeline.schedule in LOOPED else 1).placement
     first, found = 0, []
     for size, rank in zip(even(layers, len(placement)), placement, strict=True):
         found.append((range(first, first + size), rank))

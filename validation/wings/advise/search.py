@@ -1,4 +1,4 @@
-"""The fastest layouts that fit: every legal one is weighed, and those that could be among the best are simulated."""
+"""Search for the fastest layouts that fit: legal ones are bounded, and promising ones simulated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from pipeproof.wings.advise.cluster import Cluster
 from pipeproof.wings.advise.footprint import Footprint, footprint, least_held
 from pipeproof.wings.advise.layout import Job, Layout, Recompute, problems
 from pipeproof.wings.advise.pipelined import MOST_STAGES, OFFERED
-from pipeproof.wings.advise.step_time import StepTime, least_time, step_time, unhindered
+from pipeproof.wings.advise.step_time import StepTime, least_time, step_time, unhindered_time
 
 LONG = 32_768  # tokens: from here on a sequence is worth dividing over ranks
 _MICRO = (1, 2, 4, 8)
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may be used. ``room``: the share of memory that may be filled; the rest is for buffers and fragments."""
+    """Allowed options. ``room``: the usable share of memory; the rest holds buffers and fragments."""
 
     kinds: frozenset[Kind] = frozenset(Kind)
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -45,7 +45,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout, what a device holds in it, and how long a step takes."""
+    """A layout with its memory on a device, and the time of a step."""
 
     layout: Layout
     footprint: Footprint
@@ -53,24 +53,24 @@ class Choice:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What tells layouts apart in a list of the best."""
+        """Sizes that distinguish the best layouts."""
         layout = self.layout
         return layout.tp, layout.cp, layout.pp, layout.dp, layout.ep
 
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest first; none where nothing fits. ``least``: then the one that holds least, if any is legal at all."""
+    """Layouts, fastest first; empty if none fits. ``least``: then the smallest legal one."""
 
     best: tuple[Choice, ...]
     least: Choice | None = None
 
 
 def find_layouts(job: Job, cluster: Cluster, allowed: Allowed, *, most: int = 3) -> Found:
-    """The ``most`` fastest layouts that differ in more than schedule, recompute, ZeRO and the size of a microbatch.
+    """Return the ``most`` fastest layouts that differ beyond schedule, recompute, ZeRO and microbatch size.
 
-    Meshes, and the layouts on them, are taken by the time that no schedule can beat; the search ends where that is
-    above the last of the best.
+    Meshes, and layouts on them, are visited by their lower bounds of time; the search ends when a bound exceeds the
+    last of the best.
     """
     room = allowed.room * cluster.device.memory
     every = list(meshes(job, cluster, allowed))
@@ -86,7 +86,7 @@ def find_layouts(job: Job, cluster: Cluster, allowed: Allowed, *, most: int = 3)
                 if least_held(job, one) <= room and (least := least_time(job, cluster, one)) <= limit:
                     heappush(waiting, (least, next(numbers), one, True))
             continue
-        choice = weighed(job, cluster, layout, room=room)
+        choice = weigh(job, cluster, layout, room=room)
         if choice is None or (choice.sizes in found and choice.time.total >= found[choice.sizes].time.total):
             continue
         found[choice.sizes] = choice
@@ -96,8 +96,8 @@ def find_layouts(job: Job, cluster: Cluster, allowed: Allowed, *, most: int = 3)
     return Found(best, None if best else _least(job, cluster, every, allowed))
 
 
-def weighed(job: Job, cluster: Cluster, layout: Layout, *, room: float = inf) -> Choice | None:
-    """``layout`` with its figures; None where it needs more ``room``, or its schedule cannot be for these sizes."""
+def weigh(job: Job, cluster: Cluster, layout: Layout, *, room: float = inf) -> Choice | None:
+    """Weigh ``layout``; None if it needs more ``room``, or its schedule rejects these sizes."""
     try:
         held = footprint(job, layout)
         return Choice(layout, held, step_time(job, cluster, layout)) if held.total <= room else None
@@ -106,20 +106,20 @@ def weighed(job: Job, cluster: Cluster, layout: Layout, *, room: float = inf) ->
 
 
 def _least_on(job: Job, cluster: Cluster, mesh: Layout, allowed: Allowed) -> float:
-    """Seconds that no layout on ``mesh`` can beat."""
+    """Return a lower bound in seconds for layouts on ``mesh``."""
     again = min(allowed.recompute, key=lambda one: one is Recompute.FULL)
-    return unhindered(job, cluster, replace(mesh, recompute=again))
+    return unhindered_time(job, cluster, replace(mesh, recompute=again))
 
 
 def _least(job: Job, cluster: Cluster, every: list[Layout], allowed: Allowed) -> Choice | None:
-    """What comes nearest to fitting, of the few meshes on which least is held before any activation."""
+    """Return the layout nearest to fitting, on the few meshes with the least memory before activations."""
 
-    def held(mesh: Layout) -> float:
+    def bytes_held(mesh: Layout) -> float:
         return least_held(job, replace(mesh, zero=max(allowed.zero), recompute=allowed.recompute[-1]))
 
-    near = [one for mesh in nsmallest(SHOWN, every, key=held) for one in on_mesh(mesh, job, allowed)]
+    near = [one for mesh in nsmallest(SHOWN, every, key=bytes_held) for one in on_mesh(mesh, job, allowed)]
     near.sort(key=lambda layout: least_held(job, layout))
-    choices = [choice for one in near[:30] if (choice := weighed(job, cluster, one)) is not None]
+    choices = [choice for one in near[:30] if (choice := weigh(job, cluster, one)) is not None]
     return min(choices, key=lambda choice: choice.footprint.total, default=None)
 
 

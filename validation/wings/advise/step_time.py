@@ -13,15 +13,15 @@ from pipeproof.wings.advise.footprint import BF16, most_meets, tokens
 from pipeproof.wings.advise.layout import Job, Layout, Recompute
 from pipeproof.wings.advise.pipelined import least_stretch, stretch
 
-_LARGE_MATMUL = 0.65  # of a device's speed, where matrices are large
+_LARGE_MATMUL = 0.65  # fraction of a device's speed on large matrices
 _NARROW = 128  # a matrix this wide on a rank runs at half of that
-_FEW_TOKENS = 256  # and so does one this long
+_FEW_TOKENS = 256  # this many tokens halve it too
 _WIRE = 0.8  # of a link's bandwidth
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. ``tp``, ``cp``, ``ep``, ``dp`` and ``pp`` are what is said without computing meanwhile."""
+    """Seconds of a step. ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``: communication without overlap."""
 
     compute: float
     tp: float
@@ -34,12 +34,12 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """All that is said."""
+        """Total communication."""
         return self.tp + self.cp + self.ep + self.dp + self.pp
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return self.compute + self.communication + self.bubble
 
     def utilization(self, cluster: Cluster) -> float:
@@ -49,7 +49,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Forwards and backwards of one microbatch on a rank with 1/P of the layers: times per forward, and how many."""
+    """Passes of one microbatch on a rank with 1/P of the layers: times per forward, and their number."""
 
     compute: float
     tp: float
@@ -62,21 +62,21 @@ class _Passes:
         return self.tp + self.cp + self.ep + self.pp
 
 
-def unhindered(job: Job, cluster: Cluster, layout: Layout) -> float:
-    """Seconds of a step if no rank ever waited, and replicas said nothing."""
+def unhindered_time(job: Job, cluster: Cluster, layout: Layout) -> float:
+    """Return the seconds of a step without waits or communication between replicas."""
     one = _of_microbatch(job, cluster, layout)
     return (one.compute + one.said) * layout.microbatches(job)
 
 
 def least_time(job: Job, cluster: Cluster, layout: Layout) -> float:
-    """Seconds that a step takes at least: no schedule is faster."""
+    """Return a lower bound in seconds for a step: no schedule is faster."""
     one = _of_microbatch(job, cluster, layout)
     work = (one.compute + one.said) * layout.microbatches(job)
-    return work * least_stretch(job, layout) + _exposed(job, cluster, layout, one)
+    return work * least_stretch(job, layout) + _exposed_time(job, cluster, layout, one)
 
 
 def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:
-    """The time of a step, part by part."""
+    """Return a step's time, part by part."""
     count = layout.microbatches(job)
     one = _of_microbatch(job, cluster, layout)
     work = (one.compute + one.said) * count
@@ -87,7 +87,7 @@ def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:
         cp=one.cp * count,
         ep=one.ep * count,
         pp=one.pp * count,
-        dp=_exposed(job, cluster, layout, one),
+        dp=_exposed_time(job, cluster, layout, one),
         bubble=work * (stretch(job, layout) - 1),
         operations=operations,
     )
@@ -97,7 +97,7 @@ def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:
 def _forward_operations(job: Job) -> tuple[float, float]:
     """Of one token: by experts, and by all else, the projection to the vocabulary included."""
     model, layers = job.model, range(job.model.layers)
-    experts = 2.0 * sum(model.active(layer) - model.shared(layer) for layer in layers)
+    experts = 2.0 * sum(model.active(layer) - model.shared_parameters(layer) for layer in layers)
     total = sum(model.operations(layer, job.sequence) for layer in layers) + model.output_operations
     return experts, total - experts
 
@@ -136,13 +136,13 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
 
 
 def _efficiency(layout: Layout, hidden: int, count: float) -> float:
-    """Of a device's speed: less where tensor parallelism leaves narrow matrices, or where they get few tokens."""
+    """Return the fraction of a device's speed: less for narrow matrices from tensor parallelism, or few tokens."""
     width = hidden / layout.tp
     return _LARGE_MATMUL * width / (width + _NARROW) * count / (count + _FEW_TOKENS)
 
 
-def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
-    """What data-parallel ranks say while nothing is computed.
+def _exposed_time(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
+    """Return the data-parallel communication outside computation.
 
     Without ZeRO gradients are all-reduced, which is twice their size, during the last backward. With ZeRO-1 they go out
     once then, and weights come in during the next forward; with ZeRO-2 gradients go out in every microbatch, with

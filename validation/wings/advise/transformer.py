@@ -1,14 +1,14 @@
-"""Transformers as planning sees them: sizes, parameters and operations, from a table, from a config or by hand."""
+"""Transformers for planning: sizes, parameters and operations, from a table, a config or by hand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import MOST_LAYERS, counted
+from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.sizes import MOST_LAYERS, check_count
 
-_MOST = 1 << 24  # of any size of a model
+_MOST = 1 << 24  # upper bound for every size
 _MOST_EXPERTS = 1 << 16
 
 
@@ -27,7 +27,7 @@ class Latent:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            counted(f"{one.name} of latent attention", getattr(self, one.name), least=0, most=_MOST)
+            check_count(f"{one.name} of latent attention", getattr(self, one.name), least=0, most=_MOST)
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Experts:
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
-        counted("experts", self.count, most=_MOST_EXPERTS)
-        counted("the width of an expert", self.size, most=_MOST)
-        counted("shared experts", self.shared, least=0, most=_MOST_EXPERTS)
-        counted("layers without experts", self.dense_layers, least=0, most=_MOST)
+        check_count("experts", self.count, most=_MOST_EXPERTS)
+        check_count("the width of an expert", self.size, most=_MOST)
+        check_count("shared experts", self.shared, least=0, most=_MOST_EXPERTS)
+        check_count("layers without experts", self.dense_layers, least=0, most=_MOST)
         if not 1 <= self.per_token <= self.count:
             raise ScheduleError(f"a token visits {self.per_token} of {self.count} experts: expected 1 to {self.count}")
 
@@ -77,11 +77,11 @@ class Transformer:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        counted("layers", self.layers, most=MOST_LAYERS)
+        check_count("layers", self.layers, most=MOST_LAYERS)
         for what in ("hidden", "heads", "vocabulary", "feed_forward"):
-            counted(what, getattr(self, what), most=_MOST)
+            check_count(what, getattr(self, what), most=_MOST)
         for what in ("kv_heads", "head_size", "positions"):
-            counted(what, getattr(self, what), least=0, most=_MOST)
+            check_count(what, getattr(self, what), least=0, most=_MOST)
         if self.heads % self.keys:
             raise ScheduleError(
                 f"heads {self.heads} are no multiple of the {self.keys} of keys and values, which serve as many each"
@@ -93,17 +93,17 @@ class Transformer:
 
     @property
     def keys(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads for keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def head(self) -> int:
-        """The size of a head."""
+        """Size of a head."""
         return self.head_size or self.hidden // self.heads
 
     @property
     def attention(self) -> int:
-        """Parameters of a layer's attention."""
+        """Parameters in a layer's attention."""
         if self.latent is not None:
             return self._latent_attention(self.latent)
         inner, keys = self.heads * self.head, self.keys * self.head
@@ -118,39 +118,41 @@ class Transformer:
 
     @property
     def norms(self) -> int:
-        """Parameters of a layer's two norms."""
+        """Parameters in a layer's two norms."""
         return 2 * self.hidden * (1 + self.biased)
 
     def inner(self, width: int) -> int:
-        """Parameters of a feed-forward part of ``width``."""
+        """Return the parameters in a feed-forward part with ``width``."""
         return (2 + self.gated) * self.hidden * width + self.biased * (width + self.hidden)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether ``layer`` has no experts."""
+        """True if ``layer`` has no experts."""
         return self.experts is None or layer < self.experts.dense_layers
 
     @property
     def routed_layers(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
 
-    def shared(self, layer: int) -> int:
-        """Parameters of ``layer`` that every token uses: all but routed experts."""
+    def shared_parameters(self, layer: int) -> int:
+        """Return the parameters in ``layer`` for every token: all but routed experts."""
         common = self.attention + self.norms
         if self.experts is None or self.is_dense(layer):
             return common + self.inner(self.feed_forward)
         return common + self.hidden * self.experts.count + self.experts.shared * self.inner(self.experts.size)
 
-    def routed(self, layer: int) -> int:
-        """Parameters of ``layer``'s routed experts."""
+    def routed_parameters(self, layer: int) -> int:
+        """Return the parameters in ``layer``'s routed experts."""
         if self.experts is None or self.is_dense(layer):
             return 0
         return self.experts.count * self.inner(self.experts.size)
 
     def active(self, layer: int) -> int:
-        """Parameters of ``layer`` that one token uses."""
+        """Return the parameters in ``layer`` for one token."""
         experts = self.experts
-        return self.shared(layer) + (self.routed(layer) * experts.per_token // experts.count if experts else 0)
+        return self.shared_parameters(layer) + (
+            self.routed_parameters(layer) * experts.per_token // experts.count if experts else 0
+        )
 
     @property
     def embedding(self) -> int:
@@ -164,34 +166,38 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         layers = range(self.layers)
-        return self.embedding + self.output + sum(self.shared(layer) + self.routed(layer) for layer in layers)
+        return (
+            self.embedding
+            + self.output
+            + sum(self.shared_parameters(layer) + self.routed_parameters(layer) for layer in layers)
+        )
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token uses."""
+        """Parameters used by one token."""
         return self.embedding + self.output + sum(map(self.active, range(self.layers)))
 
     def operations(self, layer: int, sequence: int) -> float:
-        """Floating-point operations of ``layer``'s forward for one token: two for each parameter, and attention.
+        """Return floating-point operations in ``layer``'s forward for one token: two per parameter, and attention.
 
         Attention is causal: on average a token sees half the sequence.
         """
         return 2.0 * self.active(layer) + self.attention_operations(sequence)
 
     def attention_operations(self, sequence: int) -> float:
-        """Those of a layer for which no parameter is needed."""
+        """Return a layer's attention operations without parameters."""
         return 2.0 * sequence * self.heads * self._attended
 
     @property
     def output_operations(self) -> float:
-        """Of the projection to the vocabulary, for one token."""
+        """Return operations in the projection to the vocabulary, for one token."""
         return 2.0 * self.hidden * self.vocabulary
 
     @property
     def attended_width(self) -> int:
-        """Numbers of a token that attention keeps: queries, keys, values, and what it gives."""
+        """Numbers kept by attention for a token: queries, keys, values, and output."""
         latent = self.latent
         if latent is None:
             return 2 * (self.heads + self.keys) * self.head
@@ -199,7 +205,7 @@ class Transformer:
 
     @property
     def compressed_width(self) -> int:
-        """Numbers of a token that latent attention makes these of; 0 without it."""
+        """Numbers in latent attention's compressed form for a token; 0 without it."""
         return 0 if self.latent is None else self.latent.query_rank + self.latent.kv_rank + self.latent.rotary
 
     @property
@@ -209,17 +215,17 @@ class Transformer:
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 51_200) -> Transformer:
-    """A GPT as in Narayanan et al., 2021: biases, tied embeddings, 2,048 learned positions."""
+    """Return a GPT from Narayanan et al., 2021: biases, tied embeddings, 2,048 learned positions."""
     return Transformer(
         name, layers, hidden, heads, vocabulary, 4 * hidden, gated=False, tied=True, biased=True, positions=2048
     )
 
 
-def _named(*models: Transformer) -> Mapping[str, Transformer]:
+def _by_name(*models: Transformer) -> Mapping[str, Transformer]:
     return {model.name: model for model in models}
 
 
-MODELS = _named(
+MODELS = _by_name(
     # Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021, table 1
     _gpt("gpt-1.7b", 24, 2304, 24),
     _gpt("gpt-3.6b", 30, 3072, 32),
@@ -263,10 +269,10 @@ MODELS = _named(
 
 
 def model_named(name: str) -> Transformer:
-    """The model of the table. Raises ``ScheduleError`` for a name that is not in it."""
+    """Return a model from the table. Raises ``ScheduleError`` for an unknown name."""
     plain = name.lower().replace("_", "-")
     if plain not in MODELS:
-        raise ScheduleError(f"unknown model {name!r}: {known_are(plain, list(MODELS))}")
+        raise ScheduleError(f"unknown model {name!r}: {list_known(plain, list(MODELS))}")
     return MODELS[plain]
 
 
@@ -284,7 +290,7 @@ _BIASED = frozenset({"gpt2", "gpt_neox", "bloom", "opt"})
 
 
 def model_of_config(config: Mapping[str, Any], *, name: str) -> Transformer:
-    """The model of a Hugging Face ``config.json``. Raises ``ScheduleError`` that names what is missing or no number."""
+    """Read a model from a Hugging Face ``config.json``. Raises ``ScheduleError`` for missing or non-numeric fields."""
     found = {ours: value for ours, theirs in _FIELDS.items() if (value := _first(config, theirs)) is not None}
     kind = str(config.get("model_type", ""))
     plain = kind in _BIASED

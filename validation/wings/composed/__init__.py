@@ -1,4 +1,4 @@
-"""The composed check: a step is held against itself, link by link, so that no rank needs more than its own stages.
+"""The composed check: a step is checked link by link, and each rank needs only its own stages.
 
 The same laws, with another expectation. Let stage ``s`` compute ``y = f_s(x, w)``, and let a step run microbatches
 ``m`` through stages ``0 .. S-1``. On each rank the check runs its own stages again, on the inputs ``x`` that they had
@@ -10,10 +10,10 @@ and from the output gradients ``dy`` that came back to them, and holds
 - each gradient against the sum over its microbatches of ``dy . df_s/dw``, over stages that share a weight and over
   replicas, divided as the contract says.
 
-By induction over stages every input is then what one device would have had: stage 0 had the data, and stage ``s + 1``
-had what stage ``s`` gave, which is ``f_s`` of what it had. By induction back from the loss the same holds of every
-output gradient, and so of every gradient. What stands outside of the induction is a stage's own code: it is both sides
-of its links.
+By induction over stages, every input then equals the input on one device: stage 0 had the data, and stage ``s + 1`` had
+the output of stage ``s``, which is ``f_s`` of its input. By induction back from the loss, the same holds for every
+output gradient, and so for every gradient. A stage's own code lies outside the induction: it makes both sides of its
+links.
 
 It stands on the extension point ``expectations``. Begin with ``link``, what a rerun of a stage gives, and ``chain``,
 which has all links.
@@ -21,4 +21,4 @@ which has all links.
 
 from pipeproof.wings.composed.case import check_composed as check_composed
 from pipeproof.wings.composed.case import validate_composed as validate_composed
-from pipeproof.wings.composed.step import Composed as Composed
+from pipeproof.wings.composed.step import StageByStage as StageByStage

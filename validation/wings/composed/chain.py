@@ -1,7 +1,7 @@
-"""The chain of a step: what each stage received is what another sent, and what it sent is what it gives again.
+"""The chain of a step: a stage received what another sent, and sends the same when it runs again.
 
-Structure is known here and not looked for: a stage's outputs are its own, and its inputs are what other stages sent, or
-data. By what they have in common, call by call, it is known which microbatch each call is about.
+The structure is known: outputs belong to their stage, and inputs are outputs of other stages, or data. Content that
+calls share tells the microbatch of each call.
 """
 
 import math
@@ -21,24 +21,24 @@ from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Reason
 from pipeproof.pipeline.action import Kind
 from pipeproof.whitebox.call_matching import CallOrder, Column
-from pipeproof.whitebox.crossings import Context, detached, passed_of, sent_by
+from pipeproof.whitebox.crossings import Context, collect_sent, find_detached, passages_of
 from pipeproof.whitebox.survey import TOGETHER, Places
 from pipeproof.wings.composed.link import Link, StageCalls
 from pipeproof.wings.composed.sources import TARGETS, Data, Input, Output, Source, Sources, as_sent, is_target
 
 _AS_SENT = "its call came in the order of those before it"
-_UNNAMED = frozenset({"different", "noisy"})  # what more makes of a gradient is like nothing else
+_UNNAMED = frozenset({"different", "noisy"})  # a gradient with further addends looks like these
 _OUTSIDE = (
     "a backward of one number{}, as of a loss, comes to what stage {} gave, and what came there is not what was sent, "
-    "so that nobody knows what is due; let the stage itself add such a loss, or hand it on for the last stage's to add"
+    "so what is expected is not known; let the stage itself add such a loss, or hand it on for the last stage's to add"
 )
 _SEVERAL = "stage {} gives several tensors and cannot be rerun, so gradients between its outputs are not checked"
-Both = tuple[Places, Places]  # of tensors, and of what flows back
+Both = tuple[Places, Places]  # tensors, and gradients
 Limits = defaultdict[tuple[str, int, int], float]  # by where, the tensor's number, and its call's
 
 
 class Chain:
-    """The calls of all ``stages``, by number; ``data`` is what each microbatch brings.
+    """Calls of all ``stages``, by number; ``data`` is each microbatch's content.
 
     ``sources``: where inputs come from. ``orders``: by stage, the microbatch of each call.
     """
@@ -57,17 +57,17 @@ class Chain:
 
     @property
     def last(self) -> int:
-        """The number of the last stage."""
+        """Number of the last stage."""
         return max(self.stages)
 
     def calls(self, stage: int) -> list[tuple[int, Call]]:
-        """Those of ``stage``, each with its microbatch."""
+        """Return the calls of ``stage``, each with its microbatch."""
         return [*zip(self.orders[stage].numbers, self.stages[stage].calls, strict=True)]
 
     def with_flowing_gradients(self) -> "Chain":
-        """The same, where outputs bring a gradient as if each input were asked for what should flow, and for no more.
+        """Return the chain with gradients asked for exactly the inputs through which they should flow.
 
-        So a gradient that is lost, or asked for in vain, is followed through stages that train nothing.
+        A gradient that is lost, or asked for in vain, is followed through stages that train nothing.
         """
         chain = self
         for stage, here in self.stages.items():
@@ -78,11 +78,11 @@ class Chain:
         return chain
 
     def flowing(self, stage: int) -> list[frozenset[int]]:
-        """Of each call, the inputs to which a gradient should flow: it leads to a weight, or it is not known where to.
+        """Return, for each call, the inputs to which a gradient should flow: to a weight, or to an unknown end.
 
-        Where a call's do not need it, they lost on their way that one flows to what was sent.
+        A call that needs none, though its sender does, lost it on the way.
         """
-        sent: dict[int, set[bytes] | None] = {}  # that brings a gradient, by input; None where no stage sent it
+        sent: dict[int, set[bytes] | None] = {}  # senders' tensors with a gradient, by input; None without a stage
         for number in (number for of, number in self.sources.inputs if of == stage):
             of, n = self.sources.of_inputs.get((stage, number), (None, 0))
             sent[number] = None if of is None else {c.outputs[n].digest for c in self.stages[of].calls if n in c.giving}
@@ -97,14 +97,14 @@ class Chain:
 
     @property
     def meant(self) -> int | None:
-        """The stage from which on calls are of other microbatches than their inputs; None if there is none."""
+        """First stage whose calls are about other microbatches than their inputs; None without one."""
         return next((stage for stage, here in self.stages.items() if here.meant), None)
 
     def as_meant(self, pairs: Mapping[int, int]) -> "Chain | None":
-        """The same, where messages between two stages crossed: from there on, calls are meant for other microbatches.
+        """Return the chain with calls meant for other microbatches, behind a crossing between two stages.
 
-        ``pairs`` has these. That is at the first stage whose gradients came back to other microbatches, as the
-        targets of the loss agree. None where there is no such stage.
+        ``pairs``: these microbatches. The crossing is at the first stage whose gradients came back to other
+        microbatches, in agreement with the targets of the loss. None without such a stage.
         """
         for stage in [one for one in self.stages if one - 1 in self.stages]:
             handed = {one.digest: m for m, c in self.calls(stage) for one in c.input_gradients.values() if one.norm}
@@ -130,16 +130,16 @@ class Chain:
         return CallOrder(tuple(numbers), tuple(sorted(left)), inferred)
 
     def _owners(self, stage: int, call: Call) -> set[int]:
-        """The microbatches of which most that ``call`` was given may be; of one that is nobody's, nothing is told."""
+        """Return the microbatches that match most inputs of ``call``; an input of unknown origin counts for none."""
         votes = Counter[int]()
         for number, one in enumerate(call.inputs):
             source = self.sources.of_inputs.get((stage, number))
-            brought = [] if source is None else self._brought(source)
+            brought = [] if source is None else self._sketches_from(source)
             votes.update({m for m, sent in brought if sent.digest == one.digest})
         return {m for m, count in votes.items() if count == max(votes.values())}
 
-    def _brought(self, source: Source) -> list[tuple[int, Sketch]]:
-        """What was sent from there, each with its microbatch, where that is known."""
+    def _sketches_from(self, source: Source) -> list[tuple[int, Sketch]]:
+        """Return the tensors from this source, each with its microbatch if known."""
         of, at = source
         if of is None:
             return [(m, those[at]) for m, those in enumerate(self.data) if at in those]
@@ -148,7 +148,7 @@ class Chain:
 
     @cached_property
     def consumers(self) -> dict[Output, list[Input]]:
-        """The inputs from which gradients flow back to each output, or may: it is one of several equal ones."""
+        """Map each output to the inputs that return, or may return, gradients to it."""
         found: dict[Output, list[Input]] = {}
         for at, source in self.sources.of_inputs.items():
             for of, n in {source, *self.sources.unsure.get(at, ())} if self.sources.flows(at) else ():
@@ -156,31 +156,33 @@ class Chain:
                     found.setdefault((of, n), []).append(at)
         return found
 
-    def passed(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
-        """What passed every stage, where its calls give ``links`` when they are run again."""
+    def passages(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
+        """Return the flow through every stage, given the ``links`` of rerun calls."""
         again, sent = self._places(links)
         limits = {stage: Limits(float) for stage in links}
         for stage, k, link in ((stage, k, link) for stage, own in links.items() for k, link in enumerate(own)):
             limits[stage].update({(*at, k): limit for at, limit in link.allowed.items()})
         self._add_sums(sent[1], limits)
         columns = {stage: list(self._columns(stage, again, sent, limits[stage])) for stage in self.stages}
-        content = sent_by({stage: (here.calls, columns[stage]) for stage, here in self.stages.items()}, self.orders)
+        content = collect_sent(
+            {stage: (here.calls, columns[stage]) for stage, here in self.stages.items()}, self.orders
+        )
         found: dict[int, Passed] = {}
         for stage, here in self.stages.items():
             context = Context(stage, self.orders[stage], content, None, limits[stage])
             before = self.stages[stage - 1].calls if stage - 1 in self.stages else ()
-            lost = detached(before, here.calls, self.orders[stage])
-            flow = replace(passed_of(stage, here.calls, columns[stage], context), detached=lost)
+            lost = find_detached(before, here.calls, self.orders[stage])
+            flow = replace(passages_of(stage, here.calls, columns[stage], context), detached=lost)
             if stage != self.last and why_unsure(stage, here, links[stage]):  # more may have come
-                flow = replace(flow, crossings=tuple(map(_known, flow.crossings)))
+                flow = replace(flow, crossings=tuple(map(_as_known, flow.crossings)))
             found[stage] = flow
         return found
 
     def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[Both, Both]:
-        """What stages give again, and what they sent: tensors, and what flows back."""
+        """Collect tensors and gradients from the rerun stages, and from the messages."""
         again, sent = (Places(), Places()), (Places(), Places())
         for source in self.sources.sent:
-            for m, one in self._brought(source):
+            for m, one in self._sketches_from(source):
                 sent[0].add(place_of(source), m, one)
         for stage in self.stages:
             for (m, call), link in zip(self.calls(stage), links[stage], strict=True):
@@ -188,15 +190,15 @@ class Chain:
                     continue
                 for number, one in call.input_gradients.items():
                     sent[1].add(input_of(stage, number), m, one)
-                for where, number in link.gives.keys() - link.strange:  # of what is strange nobody knows what is due
+                for where, number in link.gives.keys() - link.strange:  # strange places have no expected value
                     name = input_of(stage, number) if where == HANDED_ON else place_of((stage, number))
                     again[where != MADE].add(name, m, link.gives[where, number])
         return again, sent
 
     def _add_sums(self, handed: Places, limits: Mapping[int, Limits]) -> None:
-        """Add what flows together to outputs that several inputs are of, to the places of what was ``handed`` back.
+        """Sum the gradients that inputs ``handed`` back to an output with several consumers, and add the sums.
 
-        To ``limits``: how far rounding may put each sum, and what came back in parts.
+        Enters into ``limits`` how far rounding may put each sum, and each gradient that came in parts.
         """
         for (stage, number), those in self.consumers.items():
             parts = [handed.get(input_of(*one), {}) for one in those]
@@ -209,7 +211,7 @@ class Chain:
                 for one in (part for part in others if part.norm):  # zeros change nothing
                     whole = whole.plus(one) if whole.norm else one
                 rounding = precision_of(whole.dtype).least * size
-                if others:  # where they cancel, what is left is as large as rounding of what came
+                if others:  # if they cancel, the rest may be pure rounding
                     whole = replace(whole, norm=max(whole.norm, rounding))
                     handed.add(_sum_of(those), m, whole)
                 for k, of in enumerate(self.orders[stage].numbers):
@@ -217,16 +219,16 @@ class Chain:
                         limits[stage][RECEIVED, number, k] += rounding / (whole.norm or math.inf)
 
     def _in_parts(self, at: Input, m: int) -> float:
-        """The sizes of the parts in which the gradient of an input came; 0 where it came whole."""
+        """Size of the parts of an input's gradient; 0 if it came whole."""
         return sum(one.norm for of, call in self.calls(at[0]) if of == m for one in call.in_parts.get(at[1], ()))
 
     def _columns(self, stage: int, again: Both, sent: Both, limits: Limits) -> Iterator[Column]:
-        """What passed a stage, by where and number; ``limits`` get what rounding did to what came."""
+        """Yield the flow through a stage, by place and number; enter rounding on arrival into ``limits``."""
         calls = self.stages[stage].calls
         given = {n: place_of(source) for (of, n), source in self.sources.of_inputs.items() if of == stage}
         made = {n: place_of((stage, n)) for n in range(max((len(call.outputs) for call in calls), default=0))}
-        told = {at: those for at, those in self.consumers.items() if at not in self.sources.untold}
-        came = {n: _sum_of(those) for (of, n), those in told.items() if of == stage}
+        known = {at: those for at, those in self.consumers.items() if at not in self.sources.untold}
+        came = {n: _sum_of(those) for (of, n), those in known.items() if of == stage}
         handed = {n: input_of(of, n) for of, n in self.sources.inputs if of == stage}
         for where, what, part, named, flows in (
             (GIVEN, "input", "inputs", given, sent),
@@ -247,20 +249,20 @@ class Chain:
                 own = (place,) if place and kind is Kind.FORWARD else ()
                 judged = where == KEPT or bool(place)
                 column = Column(kind, where, name, number, observed, places, elsewhere, own, place, judged)
-                yield self._rounded(column, stage, limits) if where == RECEIVED else column
+                yield self._round(column, stage, limits) if where == RECEIVED else column
 
-    def _rounded(self, column: Column, stage: int, limits: Limits) -> Column:
-        """``column`` of gradients, where those that came in a narrower type than they were sent in have that one.
+    def _round(self, column: Column, stage: int, limits: Limits) -> Column:
+        """Cast gradients of ``column`` to the narrower type in which they arrived.
 
-        A gradient has the type of its output and can have no other. How far rounding put them is added to ``limits``:
-        infinitely where numbers may be too large for that type, for then nothing tells what came from a fault.
+        A gradient has the type of its output. Enters its rounding into ``limits``: infinite if numbers may be too large
+        for the type, because overflow then looks like a fault.
         """
         found = list(column.observed)
         for k, (m, call) in enumerate(self.calls(stage)):
             came, sent = found[k], column.known.get(m)
             if came is None or sent is None or column.number >= len(call.outputs):
                 continue
-            wide = came.widened(sent.dtype)
+            wide = came.widen(sent.dtype)
             if wide is not came and came.dtype == call.outputs[column.number].dtype and not came.is_same(sent):
                 found[k], narrow = wide, torch.finfo(came.dtype)
                 fits = math.isfinite(came.norm) or sent.norm <= narrow.max  # no element is above the norm
@@ -269,22 +271,24 @@ class Chain:
 
 
 def together(chain: Chain, own: Mapping[int, Sequence[Call]]) -> tuple[Chain, dict[int, list[Call]]]:
-    """``chain`` and this rank's ``own`` calls, in which several backwards of a stage are one.
+    """Merge several backwards of a stage into one, in ``chain`` and in this rank's ``own`` calls.
 
-    Consumers, outputs and terms of a loss may each have their own. The last stage comes first: what it hands on in
-    parts, others get in parts.
+    Consumers, outputs and terms of a loss may each have their own. The last stage comes first: parts that it hands on
+    arrive as parts elsewhere.
     """
     stages, calls = dict(chain.stages), {stage: list(those) for stage, those in own.items()}
     for stage, here in sorted(stages.items(), reverse=True):
-        sent = [_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
+        sent = [_gradients_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
         both = [call.together(one) for call, one in zip(calls.get(stage, here.calls), sent, strict=True)]
         stages[stage] = replace(here, calls=tuple(replace(call, again=None) for call in both))
         calls |= {stage: both} if stage in own else {}
     return Chain(stages, chain.data), calls
 
 
-def _sent_back(chain: Chain, stages: Mapping[int, StageCalls], stage: int, microbatch: int) -> dict[int, list[Sketch]]:
-    """What the consumers of each output of ``stage``, or what may be some, handed back of a microbatch."""
+def _gradients_sent_back(
+    chain: Chain, stages: Mapping[int, StageCalls], stage: int, microbatch: int
+) -> dict[int, list[Sketch]]:
+    """Return the gradients that consumers, sure or possible, handed back for each output of ``stage``."""
     found: dict[int, list[Sketch]] = {}
     for (of, number), inputs in chain.consumers.items():
         for consumer, at in sorted(inputs) if of == stage else ():
@@ -295,9 +299,9 @@ def _sent_back(chain: Chain, stages: Mapping[int, StageCalls], stage: int, micro
 
 
 def why_unsure(stage: int, here: StageCalls, links: Sequence[Link]) -> str:
-    """Why more may have come to what an inner ``stage`` gave than was sent there; empty where it may not.
+    """Say why an inner ``stage``'s outputs may get other gradients than the messages; empty without a reason.
 
-    That is of a loss outside; or of another output made of that one: how much is known where the stage runs again.
+    Reasons: a loss outside; or another output made of this output, which only a rerun of the stage shows.
     """
     if here.outside is not None:
         where = f" at {here.outside[0].place}" if here.outside else ""
@@ -307,13 +311,13 @@ def why_unsure(stage: int, here: StageCalls, links: Sequence[Link]) -> str:
     return Reason.LINK.doubt(_SEVERAL.format(stage)) if several else ""
 
 
-def _known(one: Crossing) -> Crossing:
+def _as_known(one: Crossing) -> Crossing:
     unnamed = one.where == RECEIVED and one.really is not None and one.really.kind in _UNNAMED
     return replace(one, same=True, judged=False) if unnamed and one.judged else one
 
 
 def _giving(call: Call, flowing: frozenset[int], *, trains: bool) -> Call:
-    """``call``, were gradients ``flowing`` to these of its inputs. ``trains``: its stage has weights to be trained."""
+    """Return ``call`` with gradients ``flowing`` to these inputs. ``trains``: its stage has trainable weights."""
     if flowing - call.needing:
         made = {n for n, one in enumerate(call.outputs) if is_rounded(one.dtype)}
         return replace(call, giving=call.giving | made - call.repeated.keys())
@@ -321,7 +325,7 @@ def _giving(call: Call, flowing: frozenset[int], *, trains: bool) -> Call:
 
 
 def place_of(source: Source) -> str:
-    """What it is called among the places of tensors."""
+    """Name of a source among the places of tensors."""
     stage, number = source
     if stage is not None:
         return f"output {number} of stage {stage}"
@@ -333,5 +337,5 @@ def _sum_of(inputs: Sequence[Input]) -> str:
 
 
 def input_of(stage: int, number: int) -> str:
-    """What it is called among the places of gradients."""
+    """Name of an input among the places of gradients."""
     return f"input {number} of stage {stage}"

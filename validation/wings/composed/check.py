@@ -1,4 +1,4 @@
-"""One step of a running job, held against itself link by link, so that no rank needs more than its own stages."""
+"""Check one step of a running job link by link; each rank needs only its own stages."""
 
 import shlex
 import sys
@@ -17,15 +17,15 @@ from pipeproof.core.observe.digest import contents
 from pipeproof.core.observe.shards import Shard
 from pipeproof.core.observe.watching import Watcher
 from pipeproof.core.verdict import Verdict
-from pipeproof.explain.explain import sought
+from pipeproof.explain.explain import explain_safely
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, own_name, run_of, told
+from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, describe_problems, own_name, run_of
 from pipeproof.records.record import RecordError
-from pipeproof.records.step_parts import ended_otherwise, not_compared
+from pipeproof.records.step_parts import how_ranks_ended, not_compared
 from pipeproof.records.step_record import Pairs
-from pipeproof.reference.again import undisturbed
+from pipeproof.reference.again import keep_undisturbed
 from pipeproof.reference.snapshot import Snapshot
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.task import LossOfAll
@@ -42,7 +42,7 @@ from pipeproof.wings.composed.shards import OwnShards, lengths_of, other_data
 from pipeproof.wings.composed.start import Agreed, ChainStart, names_in
 from pipeproof.wings.composed.sums import ReplicaSums, StageShares
 from pipeproof.wings.composed.update import WeightsAfter
-from pipeproof.wings.composed.weights import RENAMED, cut_by_hand, enter_equal, not_one, weights_here
+from pipeproof.wings.composed.weights import RENAMED, enter_equal, explain_hand_cut, not_one, weights_here
 from pipeproof.wings.composed.whole import LAWS, OwnPart, Reported, Whole, judge, norm_of, not_known
 from pipeproof.wings.composed.wiring import ExtraCalls, refusals
 from pipeproof.worlds.rank_report import RankReport
@@ -54,7 +54,7 @@ _OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage'
 
 @dataclass(frozen=True)
 class ChainPart:
-    """What a rank saw of the step: how it ended, its part of the chain, and what is wrong."""
+    """A rank's observation of the step: its end, its part of the chain, and mismatches."""
 
     report: RankReport
     own: OwnPart
@@ -81,7 +81,7 @@ class ComposedCheck(CheckedStep):
         self._agreed, self._reported = Agreed(), Reported()
         self._watched = WatchedStages(against)
         self._begun, self._early = Begun(against.keep), EarlyStep()
-        self._weights: dict[int, dict[str, bytes]] = {}  # of stages that are run again, as the step began
+        self._weights: dict[int, dict[str, bytes]] = {}  # of rerun stages, at the step's start
         self._shards = OwnShards(self._own)
         self._shares = StageShares(Exchange(None))
         self._after = WeightsAfter(self._own, self._ledger)
@@ -90,11 +90,11 @@ class ComposedCheck(CheckedStep):
 
     @property
     def microbatches(self) -> int:
-        """How many the step is of."""
+        """Number of microbatches in the step."""
         return len(self._agreed.data)
 
-    def seen_by(self, watcher: Watcher) -> None:
-        """The step is over, and ``watcher`` saw the calls of all stages; their weights are those that it began with."""
+    def take(self, watcher: Watcher) -> None:
+        """Take the calls of all stages from ``watcher`` after the step; weights have their initial values."""
         self._watched = WatchedStages(self._by, watcher)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
@@ -117,14 +117,14 @@ class ComposedCheck(CheckedStep):
         self._close()
         if self._obstacle or self._absent is not None or self._part_of_chain is not None:
             return
-        known: Mapping[str, Gradient] | None = {}  # where they are of no use: others wait for this rank all the same
+        known: Mapping[str, Gradient] | None = {}  # useless here, but others wait for this rank
         with self.noting():
             known = None if named is None else gradients_of(named, self._own.places)
         given = self._given, self._watched.arguments
-        state = self._by.unchanged(self._own.modules, given, self._weights, self.refuse)
-        with self.noting(), state as snapshot, drawing_apart(), undisturbed(self._own.modules.values()):
+        state = self._by.keep_unchanged(self._own.modules, given, self._weights, self.refuse)
+        with self.noting(), state as snapshot, drawing_apart(), keep_undisturbed(self._own.modules.values()):
             try:
-                self._part_of_chain = self._made(known, snapshot)
+                self._part_of_chain = self._make(known, snapshot)
             except RanksAbsent as absent:
                 self._absent = absent
 
@@ -142,11 +142,11 @@ class ComposedCheck(CheckedStep):
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
         if problems := problems or wrong:
-            return told(problems)
+            return describe_problems(problems)
         starts = self._gather(start.with_data(self._given), "the microbatches of the checked step")
         agreed = Agreed.of(run, self._exchange.rank, arrivals, starts, bound_s=self._bound_s)
         if problems := agreed.problems:
-            return told(problems)
+            return describe_problems(problems)
         agreed = replace(agreed, only=self._by.only(self._turn, agreed.last + 1))
         self._agreed = agreed if whole is None else replace(agreed, first=names_in(whole), known=True)
         self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
@@ -164,7 +164,7 @@ class ComposedCheck(CheckedStep):
         return ""
 
     def _take_loss(self, loss_fn: LossOfAll) -> None:
-        """Make the loss of the targets of all replicas."""
+        """Build the loss over the targets of all replicas."""
         targets = None if self._given is None else [(None, target) for _, target in self._given]
         every = self._agreed.lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
         with self.noting():
@@ -172,14 +172,14 @@ class ComposedCheck(CheckedStep):
 
     @property
     def _declared(self) -> bool:
-        """Whether it is said how losses are scaled."""
+        """True if a scaler or the contract declares the scale of losses."""
         return self._by.scaler is not None or self._by.contract.loss_scale is not None
 
-    def _made(self, named: Mapping[str, Gradient] | None, snapshot: Snapshot) -> OwnPart:
-        """This rank's part of the chain: its stages run again, and its gradients compared with what they give."""
+    def _make(self, named: Mapping[str, Gradient] | None, snapshot: Snapshot) -> OwnPart:
+        """Build this rank's part of the chain: rerun its stages and compare its gradients."""
         for stage, why in self._watched.unseen.items():
-            self.refuse(f"stage {stage} was not seen, and cannot be run again: {why}")
-        every, calls, unsure = self._collected()
+            self.refuse(f"stage {stage} was not observed, and cannot be run again: {why}")
+        every, calls, unsure = self._collect()
         of_line = {stage: one for part in self._agreed.lines.of_line(every) for stage, one in part.items()}
         extra = ExtraCalls.among(of_line, self._agreed.data)
         again = self._reruns(every, extra, calls)
@@ -188,24 +188,24 @@ class ComposedCheck(CheckedStep):
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         peers, parts = self._agreed.peers, self._agreed.lines.together
         replicas = ReplicaSums(self._exchange, peers, self._shards, parts, self._watched.comm_hooks(self._own))
-        expected = self._summed(again, replicas, division)
+        expected = self._sum(again, replicas, division)
         observed = {name: self._shards.in_whole(name, one, expected.get(name)) for name, one in here.items()}
         sums = self._shards, replicas, self._shares
         doubts = self._begun, lost, dict(unsure)
         gradients = OwnGradients(self._ledger, self._agreed, division, *sums, *doubts, self._found)
         for own in again.stages:
             gradients.compare(own, again.chain.orders[own.stage].numbers, expected, observed)
-        for why in self._begun.without_gradients(self._own, again.calls):
+        for why in self._begun.stages_without_gradients(self._own, again.calls):
             self._ledger.doubt("presence", why)
         extra.enter(self._ledger, again.calls)
         self._foresee(again, here, lost, unsure)
-        self._found.causes += again.exchanged_targets(self._exchange.rank)
+        self._found.causes += again.find_exchanged_targets(self._exchange.rank)
         self._found.scale = LossScale(division.scaled, self._by.scale) if self._declared else None
         self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
         return self._part_of(again, expected, gradients.unsure)
 
-    def _collected(self) -> tuple[list[Mapping[int, StageCalls]], dict[int, list[Call]], dict[str, str]]:
-        """What all ranks saw of their stages, the calls of this one's, and why weights may be one, by name."""
+    def _collect(self) -> tuple[list[Mapping[int, StageCalls]], dict[int, list[Call]], dict[str, str]]:
+        """Collect all ranks' stages, this rank's calls, and reasons why weights may be shared, by name."""
         calls = self._watched.calls(self.microbatches)
         with self.noting():
             if obstacle := self._shards.obstacle:
@@ -214,7 +214,7 @@ class ComposedCheck(CheckedStep):
             self._begun.check_called(self._own, calls)
         untold = not self._agreed.known and self._by.contract.ties is None
         weights = weights_here(self._shards, self._weights, self._agreed.first) if untold else {}
-        mine = self._watched.told(self._exchange.rank, calls), weights
+        mine = self._watched.public_calls(self._exchange.rank, calls), weights
         both = self._gather(mine, "what stages received and sent in the checked step")
         every: list[Mapping[int, StageCalls]] = [one for one, _ in both]
         unsure = enter_equal(self._ledger, [one for _, one in both], self._agreed.only)
@@ -225,9 +225,9 @@ class ComposedCheck(CheckedStep):
     def _reruns(
         self, every: Sequence[Mapping[int, StageCalls]], extra: ExtraCalls, own: Mapping[int, Sequence[Call]]
     ) -> Reruns:
-        """What is rerun here: this rank's ``own`` calls but for ``extra`` ones, in the chain of what ranks saw."""
+        """Set up the rerun of this rank's ``own`` calls, without ``extra`` ones, in the chain of all ranks."""
         lines, first = self._agreed.lines, self._agreed.only or 0
-        left = {stage: extra.left(stage, calls) for stage, calls in own.items()}
+        left = {stage: extra.without_extra(stage, calls) for stage, calls in own.items()}
         chain, calls = together(Chain(extra.without, self._agreed.data), left)
         for why in refusals(chain):
             self.refuse(why)
@@ -253,9 +253,9 @@ class ComposedCheck(CheckedStep):
     def _rerun(
         self, again: Reruns, left: Mapping[str, Gradient], snapshot: Snapshot
     ) -> tuple[dict[str, Tensor | None], Division, frozenset[int]]:
-        """Run stages ``again``, in the way that all ranks agree upon, where the step ``left`` these gradients.
+        """Run stages ``again``, in the way agreed by all ranks, after a step that ``left`` these gradients.
 
-        What this rank has of them; how the step divides; and the stages of which it is not known what they give.
+        Returns this rank's share of gradients, the division, and the stages with unknown results.
         """
         with self.noting():
             again.run(snapshot, partial(self._begun.note_elsewhere, self._own, left))
@@ -273,17 +273,17 @@ class ComposedCheck(CheckedStep):
         here = self._shards.lying(left, [every[rank][1] for rank in self._agreed.peers.ranks])
         return here, division, frozenset(stage for note in notes for stage in note.lost)
 
-    def _summed(self, again: Reruns, replicas: ReplicaSums, division: Division) -> dict[str, Tensor | None]:
-        """What gradients must be, by name: over replicas first, then over stages that share a parameter."""
+    def _sum(self, again: Reruns, replicas: ReplicaSums, division: Division) -> dict[str, Tensor | None]:
+        """Return the expected gradients by name, summed over replicas, then over stages that share a parameter."""
         sums = {self._own.rename(own.stage, name): one for own in again.stages for name, one in own.gradients.items()}
-        sums |= replicas.summed(sums)
+        sums |= replicas.sum(sums)
         agreed = self._agreed
         names = agreed.first, agreed.copies, self._own.places
         self._shares = StageShares(self._exchange, *names, self._bound_s, replica=agreed.lines.own)
-        return division.divided(sums | self._shares.join(None if self._why else sums))
+        return division.divide(sums | self._shares.join(None if self._why else sums))
 
     def _foresee(self, again: Reruns, here: Mapping[str, Any], lost: frozenset[int], unsure: Mapping[str, str]) -> None:
-        """Note what the optimizer is going to make of what is ``here`` of gradients."""
+        """Predict the optimizer's update from the gradients ``here``."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
         if self._agreed.only is not None:
             return
@@ -300,7 +300,7 @@ class ComposedCheck(CheckedStep):
             self._after.foresee(optimizers, self._shards.parameters, here, factor=factor)
 
     def _part_of(self, again: Reruns, expected: Mapping[str, Tensor | None], unsure: Mapping[str, str]) -> OwnPart:
-        """What this rank has to say of its stages."""
+        """Assemble this rank's part."""
         names = {self._own.rename(own.stage, name) for own in again.stages for name in own.single_names}
         known = {name: one for name in names if (one := expected[name]) is not None}
         lengths = {(self._own.places[name], name): length_in_pieces(one) for name, one in known.items()}
@@ -321,20 +321,20 @@ class ComposedCheck(CheckedStep):
         self._after.enter(self._weights, rank=self._exchange.rank)
 
     def _part(self, about: RankReport) -> ChainPart:
-        begun = self._shards.named(self._weights)
+        begun = self._shards.digests_by_name(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), reported=self._reported, weights=begun)
         found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
         return ChainPart(about, own, found, self._why, self._no_norm)
 
-    def _concluded(self, parts: Sequence[ChainPart]) -> Verdict:
+    def _conclude(self, parts: Sequence[ChainPart]) -> Verdict:
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         seconds, lines = perf_counter() - self._began, self._agreed.lines
-        obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
-        said = obstacle and len(parts) == self._exchange.ranks  # who was missed has said why
-        ended = ended_otherwise([part.report for part in parts], None if said else self._absent)
+        obstacle = self._obstacle or describe_problems({part.report.rank: part.problem for part in parts})
+        said = obstacle and len(parts) == self._exchange.ranks  # the missing rank has given the reason
+        ended = how_ranks_ended([part.report for part in parts], None if said else self._absent)
         weights = [one.own.weights for one in parts]
         if lines.together > 1:
-            obstacle = obstacle or cut_by_hand(weights, lines.replica_of_rank)
+            obstacle = obstacle or explain_hand_cut(weights, lines.replica_of_rank)
         if ended is None and not obstacle:
             cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
             obstacle = not_one(lines.of_line(weights), cure)
@@ -345,7 +345,7 @@ class ComposedCheck(CheckedStep):
         which = "" if self._agreed.only is None else f"stage {self._agreed.only} of "
         title, evidence = f"{which}a step of this job, link by link", [part.found for part in parts]
         verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
-        return sought(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
+        return explain_safely(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
 
     def _close(self) -> None:
         self._early.close()

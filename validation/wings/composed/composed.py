@@ -1,4 +1,4 @@
-"""The composed check: what it is told."""
+"""The composed check: its options."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.observe.digest import digest
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.generators import Generator, is_generator
 from pipeproof.reference.model import LossFn
-from pipeproof.reference.snapshot import Snapshot, unchanged
+from pipeproof.reference.snapshot import Snapshot, keep_unchanged
 from pipeproof.reference.step import clip_factor
 from pipeproof.whitebox.expectation import OF_A_MODEL
 from pipeproof.whitebox.task import LossOfAll, WhiteBoxError, check_builds, check_loss_fn, check_module, name_of
@@ -34,27 +34,28 @@ _READ = ("loss_divisor", "loss_scale", "accumulation", "warmup", "ties", "names"
 
 @dataclass(frozen=True)
 class AgainstItself(StepExpectation):
-    """A step is held against itself, link by link, so that no rank needs more of the model than it has.
+    """Check a step link by link, without a reference: each rank needs only its part of the model.
 
-    Every rank runs its own stages again, on the inputs that they had in the step. What a stage gave must be what it
-    gives again; what a stage received must be what another sent; gradients must be the sums of what microbatches give.
-    If every link holds, the step is what one device would have made.
+    Every rank runs its own stages again, on their inputs in the step. Three things must agree: a stage's outputs with
+    its outputs in the rerun, a stage's inputs with another's outputs, and gradients with the sums over microbatches. If
+    all do, the step equals the step on one device.
 
-    loss_fn: of the last stage's output and the target, a microbatch's loss, undivided. None: the last stage gives it.
-    build: makes the whole model; on the meta device, so that it takes no memory. With it, stages must hold each of its
-    parameters once. host: inputs of stages are kept in the host's memory. every: one step of so many is checked, the
-    first one first; the others run as without a check, and are not ``due``. stages: "all" are run again in a checked
-    step, or "one by one", so that a step costs little more. optimizer: this rank's, or a list of several. With it,
-    weights after its step are compared with what a copy of it makes of the gradients, clipped to ``max_norm`` of the
-    contract. masters: the copies in a wider type that the optimizer holds in place of weights, by weight. scaler: what
-    scales this rank's losses, such as a ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
-    generators: what stages draw from besides torch's, Python's, numpy's and their modules' own generators: generators
-    of these three, and keepers with ``get_states`` and ``set_states``, such as Megatron's tracker. contract: what the
-    step claims; ``loss_divisor``, which is that of all replicas together, ``loss_scale``, ``accumulation``,
-    ``max_norm``, ``warmup``, ``ties``, ``names`` and ``stages`` are read.
+    loss_fn: a microbatch's undivided loss, from the last stage's output and the target; None: the stage returns it.
+    build: makes the whole model, without memory on the meta device; stages must then hold each parameter once.
+    host: keeps inputs of stages in host memory.
+    every: checks every n-th step, beginning with the first; others run unchecked, and are not ``expected``.
+    stages: "all" reruns all stages in a checked step, "one by one" a single stage, at little cost.
+    optimizer: this rank's, or a list. Weights after its step are compared with a copy's update from the gradients,
+    clipped to ``max_norm`` of the contract.
+    masters: the optimizer's copies of weights in a wider type, by weight.
+    scaler: scales this rank's losses, like ``torch.amp.GradScaler``; call its ``unscale_`` before ``gradients()``.
+    generators: further sources of random numbers, besides the default ones of torch, Python, numpy and modules: their
+    generators, or keepers with ``get_states`` and ``set_states``, like Megatron's tracker.
+    contract: the step's claims; it reads ``loss_divisor`` (over all replicas), ``loss_scale``, ``accumulation``,
+    ``max_norm``, ``warmup``, ``ties``, ``names`` and ``stages``.
 
-    As ``reference=`` of ``whitebox.validate`` it takes neither ``optimizer``, nor ``masters``, ``scaler`` and
-    ``generators``, nor ``every`` and ``stages``: these are of a running job.
+    ``whitebox.validate`` takes no ``optimizer``, ``masters``, ``scaler``, ``generators``, ``every`` or ``stages``:
+    they belong to a running job.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | LossOfAll | None = None
@@ -70,14 +71,16 @@ class AgainstItself(StepExpectation):
     _steps: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def of_a_step(self, loss_fn: LossFn | None, contract: Contract) -> Self:
-        """The same, of a step that is run to be checked, with what was said beside it. Raises ``WhiteBoxError``."""
+        """Return this check for a single step, with the options given beside it. Raises ``WhiteBoxError``."""
         for one in fields(self):
             if one.name in _OF_A_JOB and getattr(self, one.name) != one.default:
-                raise WhiteBoxError(f"{one.name}= of Composed is for a running job: leave it out, or use check_step")
+                raise WhiteBoxError(
+                    f"{one.name}= of StageByStage is for a running job: leave it out, or use check_step"
+                )
         twice = ["contract"] if DEFAULTS not in (contract, self.contract) else []
         twice += ["loss_fn"] if None not in (loss_fn, self.loss_fn) else []
         if twice:
-            raise WhiteBoxError(f"{twice[0]} is given twice, also to Composed: give it once")
+            raise WhiteBoxError(f"{twice[0]} is given twice, also to StageByStage: give it once")
         said = contract if self.contract == DEFAULTS else self.contract
         said.reads(_READ, "where a step is held against itself up to its gradients", OF_A_MODEL)
         found = replace(self, loss_fn=loss_fn or self.loss_fn, contract=said)
@@ -85,7 +88,7 @@ class AgainstItself(StepExpectation):
         return found
 
     def whole(self) -> nn.Module | None:
-        """The whole model, on the meta device; None where nobody makes it. Raises ``WhiteBoxError``."""
+        """Build the whole model on the meta device; None without ``build``. Raises ``WhiteBoxError``."""
         if self.build is None:
             return None
         with drawing_apart(), torch.device("meta"):
@@ -94,13 +97,13 @@ class AgainstItself(StepExpectation):
         return model
 
     def turn(self) -> int | None:
-        """The number of the next step among those that are checked; None where it is not. Every call is a step."""
+        """Count a step and return its number among checked steps; None for an unchecked step."""
         step, every = self._steps[0], self.every if _is_count(self.every) else 1
         self._steps[0] += 1
         return None if step % every else step // every
 
     def check(self) -> None:
-        """Raise ``WhiteBoxError`` for what no step can be held against."""
+        """Raise ``WhiteBoxError`` for options that fit no step."""
         if self.loss_fn is not None and not isinstance(self.loss_fn, LossOfAll):
             check_loss_fn(self.loss_fn)
         masters = self.masters is None or isinstance(self.masters, Mapping)
@@ -131,14 +134,14 @@ class AgainstItself(StepExpectation):
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All of this rank's; none where nobody says."""
+        """This rank's optimizers; empty if not given."""
         if self.optimizer is None:
             return ()
         return tuple(self.optimizer) if isinstance(self.optimizer, Sequence) else (self.optimizer,)
 
     @property
     def accumulation(self) -> Accumulation:
-        """How gradients are added up."""
+        """How gradients are accumulated."""
         return self.contract.accumulation or PLAIN
 
     def in_framework(self, claims: Mapping[str, Any], **known: Any) -> Self:
@@ -152,52 +155,52 @@ class AgainstItself(StepExpectation):
 
     @property
     def max_norm(self) -> float:
-        """What gradients are clipped to; infinite where they are not."""
+        """The norm to which gradients are clipped; infinite without clipping."""
         return self.contract.max_norm or math.inf
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by before their backwards, as the scaler has it now, or the contract."""
+        """Factor on losses before their backwards, from the scaler or the contract."""
         return float(self.contract.loss_scale or 1.0) if self.scaler is None else float(self.scaler.get_scale())
 
     @property
     def needs_norm(self) -> bool:
-        """Whether what the optimizer is given depends on all ranks' gradients."""
+        """True if the optimizer's input depends on all ranks' gradients."""
         return self.max_norm < math.inf or self.scaler is not None
 
     def factor(self, norm: float) -> float | None:
-        """What gradients of this norm are multiplied by before the step; None where they overflow: it is skipped."""
+        """Return the factor on gradients with this norm; None on overflow, when the step is skipped."""
         if self.scaler is not None and not math.isfinite(norm):
             return None
         return clip_factor(norm, self.max_norm)
 
     def only(self, turn: int, stages: int) -> int | None:
-        """The one stage, of so many, that is run again in the checked step of this number; None: all are."""
+        """Return the one stage, among ``stages``, to rerun in this checked step; None for all."""
         return turn % stages if self.stages == _ONE_BY_ONE else None
 
-    def unchanged(
+    def keep_unchanged(
         self,
         modules: Mapping[int, nn.Module],
         given: object,
         begun: Mapping[int, Mapping[str, bytes]],
         refuse: Callable[[str], None],
     ) -> AbstractContextManager[Snapshot]:
-        """When it closes, all that ``modules``, the loss and optimizers lead to, and what is ``given``, is as it was.
+        """Restore ``modules``, loss, optimizers, ``given`` and everything reachable from them on exit.
 
-        begun: digests of the weights that the step began with, by stage and name. ``refuse`` is told what is lost.
+        begun: digests of the initial weights, by stage and name. ``refuse`` is called with what cannot be restored.
         """
         every = {k: modules[k].named_parameters(remove_duplicate=False) for k in begun}
-        return unchanged(
+        return keep_unchanged(
             *(modules, self.loss_fn, self.generators, given),
             lean=[self.optimizers, self.masters, self.scaler],
             host=self.host,
-            digest=lambda one: digest(held_here(one)),
+            digest=lambda one: digest(local_tensor(one)),
             begun={id(one): begun[k][name] for k, named in every.items() for name, one in named},
             lost=lambda what: refuse(_LOST.format(what)),
         )
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor``, where it is kept, that autograd can use wherever this was made."""
+        """Copy ``tensor`` to the place for kept ones; autograd accepts the copy, wherever made."""
         with torch.inference_mode(False):
             return tensor.detach().to("cpu", copy=True) if self.host else tensor.detach().clone()
 

@@ -1,4 +1,4 @@
-"""A rank's gradients, compared with what its stages give when they are run again."""
+"""A rank's gradients, compared with the gradients from its rerun stages."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.comparison import Comparison, ExpectedOperation
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, LEAD
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import Floor, lead, same_bits, unmeasured
-from pipeproof.core.verdict import raised
+from pipeproof.core.tolerance import Floor, default_floor, lead, same_bits
+from pipeproof.core.verdict import describe_error
 from pipeproof.reference.step import Gradient
 from pipeproof.wings.composed.causes import OwnEvidence, StageGradients, causes_of_sums, own_causes
 from pipeproof.wings.composed.collect import Begun
@@ -40,9 +40,9 @@ _UNSOUGHT = "the cause was not sought: {}"
 
 @dataclass(frozen=True)
 class Allowed(Unmeasured):
-    """What rounding may do to a stage's gradients, measured where one is not as it was to the bit.
+    """Rounding of a stage's gradients, measured once one differs in a bit.
 
-    ``names``: what the ``stage`` calls each that is compared, by the model's names; ``sums``: those over all replicas.
+    ``names``: the ``stage``'s name of each compared gradient, by the model's names. ``sums``: sums over all replicas.
     """
 
     stage: StageRerun
@@ -54,7 +54,7 @@ class Allowed(Unmeasured):
     def gradient(self, name: str) -> Floor:
         stage, own = self.stage, self.stage.gradients[self.names[name]]
         measured = None if own is None else stage.floor(self.names[name], self.sums.size(name, own))
-        floor = unmeasured(self.precision) if measured is None else measured
+        floor = default_floor(self.precision) if measured is None else measured
         whole = self.sums.floor(name, floor if stage.inside is None else floor.through(stage.inside))
         observed, expected = self.observed.get(name), self.expected.get(name)
         # Where there are no replicas, and all that flows is as it was, sums alone may differ. How far they lead then
@@ -67,20 +67,19 @@ class Allowed(Unmeasured):
         return replace(whole, lead=whole.led) if far else whole
 
     def explains(self, name: str) -> bool:
-        """Whether rounding is all that may be wrong with a gradient."""
+        """True if rounding alone may explain the gradient's mismatch."""
         observed, expected = self.observed.get(name), self.expected.get(name)
         if not isinstance(observed, Tensor) or expected is None or same_bits(observed.detach(), expected):
             return True
-        return self.gradient(name).compared(observed.detach(), expected)[1] == "pass"
+        return self.gradient(name).compare(observed.detach(), expected)[1] == "pass"
 
 
 @dataclass
 class OwnGradients:
-    """What a rank knows of its own gradients, and enters into its ``ledger``.
+    """This rank's own gradients; mismatches are entered into its ``ledger``.
 
-    ``shards``, ``replicas`` and ``shares``: who else has parts of them. ``begun``: what they were before the step.
-    ``lost``: the stages of which it is not known what they give. ``unsure``: why some are not compared, by name.
-    ``found``: what tells why others are wrong.
+    ``shards``, ``replicas`` and ``shares``: other holders of parts. ``begun``: values before the step. ``lost``: stages
+    with unknown results. ``unsure``: reasons for leaving some out, by name. ``found``: evidence for causes.
     """
 
     ledger: Ledger
@@ -97,7 +96,7 @@ class OwnGradients:
     def compare(
         self, stage: StageRerun, numbers: Sequence[int], expected: Gradients, observed: Mapping[str, Any]
     ) -> None:
-        """Enter what is wrong with the gradients of ``stage``, and find out why.
+        """Compare the gradients of ``stage``; enter mismatches and find their causes.
 
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
@@ -106,14 +105,14 @@ class OwnGradients:
             return
         self._note_untrained(stage)
         allowed = Allowed(FP32, stage, names, self.replicas, observed, expected)
-        hooked = {name: why for name, why in self._hooked(names, observed) if not allowed.explains(name)}
+        hooked = {name: why for name, why in self._list_hooked(names, observed) if not allowed.explains(name)}
         for why in dict.fromkeys(hooked.values()):
             self.ledger.leave_out("gradient", [name for name in hooked if hooked[name] == why], why)
         self.unsure |= hooked
         names = {full: name for full, name in names.items() if full not in self.unsure}
         before = len(self.ledger.mismatches)
-        due = Due("train", (), (), gradients={name: expected[name] for name in names})
-        at = Comparison(due, allowed, self.ledger)
+        operation = ExpectedOperation("train", (), (), gradients={name: expected[name] for name in names})
+        at = Comparison(operation, allowed, self.ledger)
         for name in [one for one in reversed(names) if one in observed]:
             at.gradient(name, observed[name], rank=self.agreed.lines.rank, stage=stage.stage)
         at.close()
@@ -122,11 +121,11 @@ class OwnGradients:
         try:
             if wrong:
                 self._explain(stage, numbers, names, wrong, allowed)
-        except Exception as error:  # no one type: what is wrong stays so, whatever happens while a cause is sought
-            self.found.undecided.append(_UNSOUGHT.format(f"looking for it raised {raised(error)}"))
+        except Exception as error:  # all types: the mismatch stays, even if the search for a cause fails
+            self.found.undecided.append(_UNSOUGHT.format(f"looking for it raised {describe_error(error)}"))
 
     def _comparable(self, stage: StageRerun) -> dict[str, str]:
-        """The gradients of a stage that are compared here: by the model's names, those in the stage."""
+        """Return the compared gradients of a stage: its names, by the model's names."""
         every = {self.shards.stages.rename(stage.stage, name): name for name in stage.gradients}
         names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
         if not stage.closed:
@@ -144,7 +143,7 @@ class OwnGradients:
         return names
 
     def _note_untrained(self, stage: StageRerun) -> None:
-        """Note that no call gives gradients; where one stage alone is run again, it may have nothing to train."""
+        """Note a stage without gradients; a stage rerun alone may have nothing to train."""
         every = {self.shards.stages.rename(stage.stage, name): one for name, one in stage.model.named_parameters()}
         wanting = [name for name, one in every.items() if one.requires_grad]
         if wanting and len(stage.unreached) == len(wanting):
@@ -152,14 +151,14 @@ class OwnGradients:
         if self.agreed.only is None:
             return
         shared = self.shares.stages_of(every)
-        told = f"stage {stage.stage}, which alone was run again, has no weights of its own"
+        reason = f"stage {stage.stage}, which alone was run again, has no weights of its own"
         if len(shared) == len(every):
-            self.ledger.skip("presence", told)
+            self.ledger.skip("presence", reason)
         if all(name in shared for name in wanting):
-            self.ledger.skip("gradient", f"{told} to train")
+            self.ledger.skip("gradient", f"{reason} to train")
 
-    def _hooked(self, names: Mapping[str, str], observed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The gradients that hooks may have changed, and why that is not known."""
+    def _list_hooked(self, names: Mapping[str, str], observed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield gradients that hooks may have changed, each with the reason for doubt."""
         parameters = self.shards.parameters
         for name in names:
             if _has_hooks(parameters[name], observed.get(name)):
@@ -175,25 +174,25 @@ class OwnGradients:
         wrong: Collection[str],
         allowed: Allowed,
     ) -> None:
-        """Find why gradients are not what they should be: those that are ``wrong``, of all with ``names``."""
-        observed, expected = self.division.undivided(allowed.observed), self.division.undivided(allowed.expected)
+        """Find causes of the ``wrong`` gradients, among all with ``names``."""
+        observed, expected = self.division.undo(allowed.observed), self.division.undo(allowed.expected)
         shared, found, lines = self.shares.stages_of(names), self.found, self.agreed.lines
         for name in [one for one in names if one in shared and one in observed]:
-            found.copies.append(self.shares.looked_at(name, observed[name], allowed.gradient(name).limit))
+            found.copies.append(self.shares.look_at(name, observed[name], allowed.gradient(name).limit))
         names = {full: name for full, name in names.items() if full not in shared}
         both = {full: (observed.get(full), one) for full, one in expected.items() if full in wrong and full in names}
         if not both:
             return
         part = self.shards.part
         pairs = {
-            name: (part(name, one), part(name, due))
-            for name, (one, due) in both.items()
-            if one is not None and due is not None
+            name: (part(name, one), part(name, right))
+            for name, (one, right) in both.items()
+            if one is not None and right is not None
         }
         if lines.count > 1:
-            found.wrong |= {(stage.stage, name): (sketch(one), sketch(due)) for name, (one, due) in pairs.items()}
+            found.wrong |= {(stage.stage, name): (sketch(one), sketch(right)) for name, (one, right) in pairs.items()}
         if lines.replicas > 1:
-            begun = self.division.undivided({name: self.begun.get(name) for name in both})
+            begun = self.division.undo({name: self.begun.get(name) for name in both})
             causes = causes_of_sums(pairs, begun, lines.rank, stage.stage)
             found.causes += causes
             found.undecided += [] if causes else [_NO_CAUSE]
@@ -202,16 +201,16 @@ class OwnGradients:
         else:
             own = StageGradients({name: full for full, name in names.items()}, observed, self.begun, self.shards)
             verdict = own_causes(stage, self.ledger, numbers, own, placement=self.agreed.placement)
-            found.causes += verdict.cause
+            found.causes += verdict.causes
             unsought = [_UNSOUGHT.format(verdict.unsought)] if verdict.unsought else []
             found.undecided += [*verdict.undecided, *unsought]
 
 
 def _has_hooks(parameter: Tensor, gradient: object) -> bool:
-    """Whether hooks may have made ``gradient`` of another. Those that run when it is there make others of ``.grad``."""
+    """True if hooks may have changed ``gradient``; hooks registered now would change ``.grad``."""
     if not isinstance(gradient, Tensor):
         return False
     own = parameter.grad if parameter.is_leaf else None
     last = getattr(parameter, "_post_accumulate_grad_hooks", None) if own is not None else None
-    changed = bool(last) and held_here(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
+    changed = bool(last) and local_tensor(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
     return bool(parameter._backward_hooks) or changed

@@ -1,4 +1,4 @@
-"""What is known of a stage: its calls, and what each gives when it is rerun, a link of the chain."""
+"""Facts about a stage: its calls, and a link of the chain for each call's rerun."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,12 @@ Point = tuple[str, int]  # where at a call, and the tensor's number there
 
 @dataclass(frozen=True)
 class Link:
-    """What a call gives, by where and number: the tensors that it makes, and what it hands back.
+    """Results of a call's rerun, by place and number: tensors made, and gradients handed back.
 
-    ``received``: the gradients of outputs, but for what came from others that the stage made of them, where that did.
-    ``limits``: of what is not as it was to the bit, how far rounding may put it. ``strange``: of what is another in
-    each run. ``loss``: in the last stage, undivided, of this ``loss_type``, and how far its runs are ``loss_apart``.
-    ``owes``: a backward, for that loss trains something. ``obstacle``: why the call cannot be rerun.
-    ``mode_matters``: it was in evaluation mode, and gives something else in training mode.
+    ``received``: gradients of outputs, without the part that came through other outputs. ``limits``: how far rounding
+    may put what differs. ``strange``: places that differ in each run. ``loss``: the last stage's, undivided, of this
+    ``loss_type``; its runs are ``loss_apart``. ``owes``: the call lacks a backward, though its loss trains something.
+    ``obstacle``: why the call cannot be rerun. ``mode_matters``: training mode changes its results.
     """
 
     gives: Mapping[Point, Sketch] = field(default_factory=dict)
@@ -38,30 +37,30 @@ class Link:
 
     @property
     def allowed(self) -> Mapping[Point, float]:
-        """``limits``; of a call that gives something else in each run, nothing is known."""
+        """Return ``limits``; infinite everywhere if the call differs in each run."""
         return dict.fromkeys(self.gives, math.inf) if self.strange else self.limits
 
     @property
     def closed(self) -> bool:
-        """Whether what the call gives is known."""
+        """True if the call's results are known."""
         return not self.strange and not self.obstacle
 
     @property
     def endless(self) -> bool:
-        """Whether it gives what is not finite, and not the same: where numbers overflow depends on their order."""
+        """True if a result is infinite or NaN, and differs: order decides where numbers overflow."""
         return not self.strange and math.inf in self.limits.values()
 
     def is_right(self, at: Point, observed: Sketch | None) -> bool:
-        """Whether what was ``observed`` there is what the call gives, but for rounding."""
+        """True if ``observed`` equals the call's result, up to rounding."""
         return observed is not None and observed.distance(self.gives[at]) <= self.allowed.get(at, 0.0)
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """The calls of a stage, on its ``rank``. ``trains``: it has weights to be trained.
+    """Calls of a stage on its ``rank``. ``trains``: it has trainable weights.
 
-    ``meant``: by the microbatch that a call's inputs are of, the one that it was about all the same. ``outside``: where
-    the backward of a loss was called for that came to what it gave; None where none did.
+    ``meant``: the microbatch that a call was about, by the microbatch of its inputs. ``outside``: the place of a call
+    to backward of a loss that reached its outputs; None without one.
     """
 
     rank: int
@@ -70,14 +69,14 @@ class StageCalls:
     outside: Stack | None = None
     trains: bool = True
 
-    def without_own(self, links: Sequence[Link]) -> "StageCalls":
-        """The same, where only what came from behind the stage is the gradient of an output, as ``links`` know it."""
+    def without_own_gradients(self, links: Sequence[Link]) -> "StageCalls":
+        """Return the calls with gradients of outputs only from later stages, according to ``links``."""
         pairs = zip(self.calls, links, strict=True)
-        return replace(self, calls=tuple(call.without_own(link.received) for call, link in pairs))
+        return replace(self, calls=tuple(call.without_own_gradients(link.received) for call, link in pairs))
 
 
-def observed_at(call: Call, at: Point) -> Sketch | None:
-    """What passed there in ``call``; None if nothing did."""
+def sketch_at(call: Call, at: Point) -> Sketch | None:
+    """Return the tensor at a place in ``call``; None without one."""
     where, number = at
     if where == MADE:
         return call.outputs[number] if number < len(call.outputs) else None

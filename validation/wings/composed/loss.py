@@ -1,4 +1,4 @@
-"""The loss as a link: what ``loss_fn`` makes of the last stage's output, what flows back, and what divides it."""
+"""The loss as a link: ``loss_fn`` on the last stage's output, its gradients, and its divisor."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from pipeproof.core.reason import Reason
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.again import Again, Called, State, repeats
 from pipeproof.reference.step import LossError, differentiable
-from pipeproof.whitebox.crossings import near
-from pipeproof.wings.composed.link import Link, Point, observed_at
+from pipeproof.whitebox.crossings import is_near
+from pipeproof.wings.composed.link import Link, Point, sketch_at
 from pipeproof.worlds.settings import draw_some
 
 _TIMES = "all losses are {:g} times the contract's: if that is meant, loss_scale={:g}"
@@ -36,9 +36,9 @@ _UNEQUAL = (
 
 @dataclass(frozen=True)
 class LossExpected:
-    """What is expected of one call: its loss, undivided, and the gradient of each output, by number.
+    """The expected undivided loss of one call, and the gradient of each output, by number.
 
-    ``trained``: the tensors that the loss trains besides what the stage gives, with their gradients.
+    ``trained``: gradients of other tensors that the loss trains.
     """
 
     value: Tensor | None = None
@@ -48,53 +48,53 @@ class LossExpected:
 
 @dataclass
 class LossLink:
-    """``loss_fn`` of each call's output and its target, divided by ``divisor``; None: the last stage gives the loss.
+    """``loss_fn`` of each call's output and target, divided by ``divisor``; None: the last stage gives the loss.
 
-    Outputs are leaves here, so that the loss is held against ``loss_fn`` alone, and the stage against what came back.
+    Outputs are leaves here: the loss is checked against ``loss_fn`` alone, and the stage against its output gradients.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | None
     divisor: float
     targets: Sequence[Any]
-    _cast: bool | None = None  # whether it is cast as the calls are, once that is known
+    _cast: bool | None = None  # cast like the calls, once known
 
-    def expected(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossExpected:
-        """What the loss of call ``k``, which gave ``output``, gives. ``disturb``: random numbers are others."""
+    def expect(self, k: int, output: object, *, call: Call, model: Again, disturb: bool = False) -> LossExpected:
+        """Compute the loss of call ``k`` from ``output``. ``disturb``: draws different random numbers."""
         if disturb:
             draw_some()
-        both = self._cast is None and kept_of(call).state.casts and not disturb
+        both = self._cast is None and copy_call(call).state.casts and not disturb
         ways = [True, False] if both else [self._cast is not False]
-        found = [self._made_in(call, model, output, self.targets[k], cast=way) for way in ways]
+        found = [self._make_in(call, model, output, self.targets[k], cast=way) for way in ways]
         if not both:
             return found[0]
-        apart = [_apart(one, call) for one in found]  # what came back tells which was meant
+        apart = [_distance(one, call) for one in found]  # the observed gradient decides
         best = apart.index(min(apart))
         self._cast = None if apart[best] or len({*apart}) == 1 else ways[best]  # zeros are as near to both
         return found[best]
 
     def of_another(self, k: int, output: object, *, call: Call, model: Again) -> tuple[int, LossExpected] | None:
-        """The call by whose target the loss of ``output`` gives what came back in call ``k``, and what it gives."""
+        """Find the call whose target, with ``output``, explains the gradient in call ``k``; with its loss."""
         for j, target in enumerate(self.targets):
             if _form(target) != _form(self.targets[k]):
                 continue
             try:
-                found = self._made_in(call, model, output, target, cast=self._cast is not False)
-            except Exception:  # no one type: it is the user's code, on a target that is not meant for it
+                found = self._make_in(call, model, output, target, cast=self._cast is not False)
+            except Exception:  # all types: user code, on another call's target
                 continue
-            if found.flows and not _apart(found, call):
+            if found.flows and not _distance(found, call):
                 return j, found
         return None
 
-    def _made_in(self, call: Call, model: Again, output: object, target: Any, *, cast: bool) -> LossExpected:
-        """What a loss gives; ``cast``: types are cast as in the call."""
-        state: State = kept_of(call).state
+    def _make_in(self, call: Call, model: Again, output: object, target: Any, *, cast: bool) -> LossExpected:
+        """Compute a loss; ``cast``: cast types as in the call."""
+        state: State = copy_call(call).state
         with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
-            return self._made(output, target)
+            return self._make(output, target)
 
-    def _made(self, output: object, target: Any) -> LossExpected:
+    def _make(self, output: object, target: Any) -> LossExpected:
         made = tensors_in(output)
         leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
-        given = {key: one.clone() for key, one in leaves.items()}  # it may write to them
+        given = {key: one.clone() for key, one in leaves.items()}  # a loss may write to outputs
         own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
         loss = own if self.loss_fn is None else self.loss_fn(own, target)
         try:
@@ -111,8 +111,8 @@ class LossLink:
         return LossExpected(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
 
 
-def kept_of(call: Call) -> Called:
-    """A ``call`` of a stage that is checked, as it was: those are kept."""
+def copy_call(call: Call) -> Called:
+    """Return ``call`` in the form for a rerun, which checked calls keep."""
     assert call.again is not None, "the calls of a stage that is checked so are kept"
     return call.again
 
@@ -121,16 +121,16 @@ def _form(target: object) -> list[torch.Size]:
     return [one.shape for one in tensors_in(target)]
 
 
-def _apart(expected: LossExpected, call: Call) -> float:
-    """How far, relative to its size, what came back to ``call`` is from any multiple of the expected; 0: to the bit."""
+def _distance(expected: LossExpected, call: Call) -> float:
+    """Relative distance from the gradient of ``call`` to a multiple of the expected; 0 if equal in all bits."""
 
-    def apart(observed: Sketch | None, flow: Tensor) -> float:
+    def distance(observed: Sketch | None, flow: Tensor) -> float:
         if observed is None or (own := sketch(flow, known=observed)) is observed:
             return math.inf if observed is None else 0.0
         size = observed.norm / own.norm if own.norm else 1.0
         return min(observed.distance(own.times(times)) for times in (size, -size))
 
-    return max((apart(call.output_gradients.get(n), flow) for n, flow in expected.flows.items()), default=0.0)
+    return max((distance(call.output_gradients.get(n), flow) for n, flow in expected.flows.items()), default=0.0)
 
 
 def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | None]:
@@ -146,8 +146,8 @@ def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | Non
 
 
 def factor_at(call: Call, link: Link, at: Point) -> float | None:
-    """How many times the expected came back there; None if it is no multiple."""
-    expected, observed = link.gives[at], observed_at(call, at)
+    """Return the factor on the expected gradient; None if it is no multiple."""
+    expected, observed = link.gives[at], sketch_at(call, at)
     if link.is_right(at, observed):
         return 1.0
     factor = None if observed is None else observed.factor(expected)
@@ -155,7 +155,7 @@ def factor_at(call: Call, link: Link, at: Point) -> float | None:
 
 
 def round_factor(factor: float, within: float) -> float:
-    """The whole number, or the part of one, that ``factor`` is, if it is as near ``within`` rounding; else itself."""
+    """Round ``factor`` to a whole number, or its inverse, if it lies ``within`` rounding; else return it."""
     for one in (round(factor), 1 / (round(1 / factor) or float("inf"))):
         if one and abs(factor - one) <= within * abs(factor):
             return float(one)
@@ -163,7 +163,7 @@ def round_factor(factor: float, within: float) -> float:
 
 
 def scale_flows(link: Link, factor: float) -> Link:
-    """``link``, where so many times as much comes back: to rounding, for products may have another order."""
+    """Multiply the gradients of ``link``; they become rounded, because products may have another order."""
     own = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm and factor != 1.0}
     limits = {at: precision_of(one.dtype).least for at, one in own.items()}
     more = {at: one.times(factor) for at, one in own.items()}
@@ -171,15 +171,15 @@ def scale_flows(link: Link, factor: float) -> Link:
 
 
 def take_target(call: Call, link: Link, other: LossExpected) -> Link:
-    """``link`` of a call that met another target: of that one's loss, what came back is right."""
+    """Accept, in ``link``, the gradient of the loss with another call's target."""
     came = {(RECEIVED, n): call.output_gradients[n] for n in other.flows if n in call.output_gradients}
     return link if other.value is None else replace(link, gives={**link.gives, **came}, loss=other.value.item())
 
 
 def weightless_microbatches(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
-    """Of the microbatches of the last stage's calls, by ``numbers``, those whose loss is known and trains nothing.
+    """Return the microbatches, by ``numbers``, whose loss is known and trains nothing.
 
-    Where that is so of all, it may not be meant.
+    If this is true for all, it may be a mistake.
     """
     owing = {m: link.owes for m, link in zip(numbers, links, strict=False) if link.loss is not None}
     return frozenset(m for m, owes in owing.items() if not owes) if any(owing.values()) else frozenset()
@@ -187,12 +187,12 @@ def weightless_microbatches(numbers: Sequence[int], links: Sequence[Link]) -> fr
 
 @dataclass(frozen=True)
 class Division:
-    """How a step divides, as its contract says: losses by the number of microbatches, or gradients at last.
+    """The step's division by its contract: losses by the number of microbatches, or gradients at the end.
 
-    ``scaled``: what losses are multiplied by, and gradients divided by before they are looked at. ``own``: what the
-    losses of each of the ``replicas`` are divided by, which then average. ``alike``: that is the same in all of them.
-    ``declared``: the contract says how losses are scaled. ``came``: what came back from losses, in multiples of what is
-    expected. ``undeclared``: something else came back, and replicas have unequal numbers of microbatches.
+    ``scaled``: factor on losses, divided out before gradients are read. ``own``: divisor of losses in each of the
+    ``replicas``, which then average. ``alike``: all have the same divisor. ``declared``: the contract gives the scale.
+    ``came``: observed gradients of losses, in multiples of the expected. ``undeclared``: another factor came back, and
+    replicas have unequal numbers of microbatches.
     """
 
     accumulation: Accumulation
@@ -205,32 +205,31 @@ class Division:
     undeclared: bool = False
 
     def with_factors(self, factors: Sequence[float | None]) -> "Division":
-        """The same, where ``factors`` came back to last stages: None where its microbatches have several."""
+        """Return the division with the last stages' ``factors``; None if microbatches have several."""
         first = factors[0] if factors else None
-        came = 1.0 if first is None or not all(near(one, first) for one in factors) else first
+        came = 1.0 if first is None or not all(is_near(one, first) for one in factors) else first
         return replace(self, came=came, undeclared=not self.alike and any(one != 1.0 for one in factors))
 
     @property
     def divisor(self) -> float:
-        """What losses are divided by before their backwards."""
+        """Divisor of losses before their backwards."""
         return (1.0 if self.accumulation.late else self.own) / self.scaled
 
     @property
     def whole(self) -> float:
-        """What the loss of all replicas together is divided by."""
+        """Divisor of the loss over all replicas."""
         return self.own * self.replicas
 
     @property
     def scale(self) -> float:
-        """What the sums over all replicas are divided by."""
+        """Divisor of sums over all replicas."""
         return (self.whole if self.accumulation.late else self.replicas) * self.scaled * self.times
 
     @property
     def times(self) -> float:
-        """What sums are too large by that no contract says: they are still to be the contract's.
+        """Undeclared factor on sums, which the step should still divide out.
 
-        So gradients tell whether that was made good. Where the contract says how losses are scaled, that is wrong where
-        it came back, and gradients are what follows from it.
+        Gradients show whether it did. With a declared scale, the mismatch is at the loss, and gradients follow from it.
         """
         return self.came if self.adds_up or not self.declared else 1.0
 
@@ -240,27 +239,27 @@ class Division:
         return self.alike and self.replicas > 1 and not self.accumulation.late and self.came == 1 / self.replicas
 
     def doubt(self, ledger: Ledger, microbatches: int) -> str:
-        """Enter what losses are multiplied by that no contract says. Gives why nothing is known of gradients, if so."""
+        """Enter an undeclared factor on losses. Returns why gradients are then unknown, or an empty string."""
         if self.undeclared:
             return Reason.LOSS_SCALE.doubt(_UNEQUAL.format(microbatches))
         if self.came == 1.0 or self.adds_up:
             return ""
         scale = self.scaled * self.came
-        told = (_TIMES if scale > 0 else _NO_SCALE).format(self.came, scale)
+        message = (_TIMES if scale > 0 else _NO_SCALE).format(self.came, scale)
         if self.declared:
-            ledger.remark("boundaries", told)
+            ledger.remark("boundaries", message)
         else:
             more = scale > 0 and not self.accumulation.late
-            ledger.doubt("boundaries", told + more * _OR_ELSE.format(self.whole / self.came), Reason.LOSS_SCALE)
+            ledger.doubt("boundaries", message + more * _OR_ELSE.format(self.whole / self.came), Reason.LOSS_SCALE)
         return ""
 
-    def divided(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """``sums`` by what they are too large."""
+    def divide(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Divide ``sums`` by their excess factor."""
         scale = self.scale
         return {name: one if one is None or scale == 1.0 else one / scale for name, one in sums.items()}
 
-    def undivided(self, observed: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What was ``observed``, as if it were not divided yet: of such are what causes are sought by."""
+    def undo(self, observed: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``observed`` before division: causes are computed on undivided gradients."""
         scale = self.scale
         if scale == 1.0:
             return observed

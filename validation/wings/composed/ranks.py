@@ -1,4 +1,4 @@
-"""Who has what among the ranks: lines, each of which has all stages, and peers, which have the same ones."""
+"""Distribution over ranks: a line holds all stages; peers hold the same stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ belongs_to_rank(__name__, "_groups", fresh=lambda _: WeakKeyDictionary())
 
 @dataclass(frozen=True)
 class RankLines:
-    """The lines of ranks that ``run`` a step, of which ``rank`` is in one.
+    """Lines of ranks that ``run`` a step; ``rank`` is in one line.
 
-    ``data``: for every line, the first that runs the same microbatches, where such lines are the parts of one replica,
-    as in tensor parallelism; else every line is a replica by itself.
+    ``data``: for every line, the first line with the same microbatches. Such lines are parts of one replica, as in
+    tensor parallelism; otherwise every line is a replica.
     """
 
     run: Run = field(default_factory=lambda: Run((0,), (), (None,)))
@@ -37,7 +37,7 @@ class RankLines:
 
     @classmethod
     def of(cls, run: Run, rank: int, arrivals: Sequence[Arrival], *, together: int) -> Self:
-        """Those of ``run``; among the ranks of so many ``together``, what is inside a stage is cut."""
+        """Build the lines of ``run``; ``together`` ranks share a stage that is cut inside."""
         every, brought = tuple(range(run.count)), dict[int, tuple[str, ...]]()
         for line, one in zip(run.replicas, arrivals, strict=True):
             if one.microbatches is not None:
@@ -49,61 +49,61 @@ class RankLines:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of lines."""
         return self.run.count
 
     @property
     def replicas(self) -> int:
-        """How many of the model there are."""
+        """Number of replicas of the model."""
         return len({*self.data})
 
     @property
     def together(self) -> int:
-        """How many lines are one replica's."""
+        """Number of lines in a replica."""
         return self.count // self.replicas
 
     @property
     def split(self) -> bool:
-        """Whether it is known which replica runs which microbatches."""
+        """True if the split of microbatches among replicas is known."""
         return self.replicas == 1 or self.run.apart
 
     @property
     def own(self) -> int:
-        """The number of this rank's line."""
+        """Number of this rank's line."""
         return self.run.replicas[self.rank]
 
     @property
     def replica_of_rank(self) -> list[int]:
-        """The replica that each rank works on, by the number of its first line."""
+        """The replica of each rank, by the number of its first line."""
         return [self.data[line] for line in self.run.replicas]
 
     def of_parts(self, every: Sequence[Mapping[int, StageCalls]], stage: int, count: int) -> list[tuple[Call, ...]]:
-        """The last ``count`` calls of ``stage`` on each other rank of this one's replica, of what ranks gave."""
+        """Return the last ``count`` calls of ``stage`` on each other rank in this replica."""
         replicas = self.replica_of_rank
         others = [rank for rank, of in enumerate(replicas) if of == replicas[self.rank] and rank != self.rank]
         calls = [every[rank][stage].calls for rank in others if stage in every[rank]]
         return [one[len(one) - count :] for one in calls if len(one) >= count]
 
     def of_line(self, every: Sequence[Each], line: int | None = None) -> list[Each]:
-        """Of what ranks gave those of one line: this one's, if no other is asked for."""
+        """Select one line's entries from all ranks' entries; by default this rank's line."""
         own = self.own if line is None else line
         return [one for one, of in zip(every, self.run.replicas, strict=True) if of == own]
 
     def all_pairs(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
-        """The microbatches of all replicas, of those that ranks have ``given``."""
+        """Join the microbatches of all replicas, ``given`` by ranks."""
         leading = [None if self.data[line] != line else one for one, line in zip(given, self.run.replicas, strict=True)]
         return self.run.together(leading)
 
     def own_divisor(self, given: float | None, microbatches: int) -> float:
-        """What they are divided by in a replica of so many, where gradients are averaged over replicas."""
+        """Return a replica's divisor for this many microbatches, when gradients are averaged over replicas."""
         return float(microbatches or 1) if given is None else given / self.replicas
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks with the stages that this one, ``rank``, has, and a group of the check's own among them.
+    """The ranks with the same stages as this ``rank``, and a process group for the check.
 
-    ``stages``: those of each rank. The job's messages are not touched: the group lasts as long as that of all ranks.
+    ``stages``: each rank's. The group is separate from the job's, and lasts as long as the group over all ranks.
     """
 
     rank: int
@@ -112,11 +112,11 @@ class Peers:
 
     @property
     def ranks(self) -> Ranks:
-        """They, in their order."""
+        """The peers, in order."""
         return self._with(self.stages[self.rank])
 
     def group(self) -> dist.ProcessGroup | None:
-        """Their group; None where this is the only one. Every rank must ask for it."""
+        """Process group over the peers; None for a single peer. Every rank must ask for it."""
         every = tuple(dict.fromkeys(map(self._with, self.stages)))
         if all(len(ranks) < 2 for ranks in every):
             return None
@@ -129,9 +129,9 @@ class Peers:
         return groups[every].get(self.ranks)
 
     def all_parts(self, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """What each of them has, as long as ``counts`` say, flat; ``own``: this one's. Each of them calls this.
+        """Gather every peer's flat part, with lengths ``counts``; ``own``: this rank's part. Every peer calls this.
 
-        It calls ``all_gather``, of bytes: not every backend takes every type.
+        It calls ``all_gather`` with bytes, because some backends lack some types.
         """
         group, flat = self.group(), own.detach().contiguous().flatten()
         if group is None:

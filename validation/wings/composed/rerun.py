@@ -1,7 +1,7 @@
-"""A rank's own links of the chain: its stages are rerun, each call as it was, and what that gives.
+"""A rank's own links in the chain: reruns of its stages, call by call, and their results.
 
-A call is rerun on the inputs that it had, and its backward on the output gradients that came to it. So each link is
-held against what it was given, right or wrong; the loss is a link of its own.
+A call reruns on its inputs, and its backward on its output gradients in the step. So each link is checked against its
+own input, right or wrong; the loss is a separate link.
 """
 
 import math
@@ -23,23 +23,23 @@ from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.speaking import Speaking
 from pipeproof.core.observe.tensors_in import tensors_in
 from pipeproof.core.tolerance import Floor
-from pipeproof.core.verdict import raised
+from pipeproof.core.verdict import describe_error
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.reference.again import Again, State, flowed
-from pipeproof.reference.copied import copied
+from pipeproof.reference.again import Again, State, objective_of
+from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
 from pipeproof.reference.drawn_from import KeptElsewhere
 from pipeproof.reference.generators import states_on
-from pipeproof.reference.otherwise import one_place_off, widened
+from pipeproof.reference.otherwise import one_place_off, widen
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
-from pipeproof.wings.composed.link import Link, Point, observed_at
+from pipeproof.wings.composed.link import Link, Point, sketch_at
 from pipeproof.wings.composed.loss import (
     LossExpected,
     LossLink,
+    copy_call,
     factor_at,
     factors_of,
-    kept_of,
     scale_flows,
     take_target,
 )
@@ -47,9 +47,9 @@ from pipeproof.wings.composed.rounding import Envelope, Envelopes, Made
 
 _RAISED = "run again, stage {} raised {}"
 _KEPT = (
-    "stage {} draws from a state of random numbers that is kept elsewhere: pass who keeps it in generators= of Composed"
+    "stage {} draws from random numbers whose state is kept elsewhere: pass its keeper in generators= of StageByStage"
 )
-_DRAWS = "{} draws from a {} of {} that is not part of it: pass it in generators= of Composed"
+_DRAWS = "{} draws from a {} of {} that is not part of it: pass it in generators= of StageByStage"
 _ATTRIBUTES = (
     "stage {} gives the same again only where attributes are put back that changed since: {}; call its module with "
     "what it needs of them"
@@ -65,9 +65,9 @@ _FORM = (
 
 @dataclass
 class _Running:
-    """The call ``k`` while it runs: its ``output``, and the tensors in it; what flowed to these from others; its loss.
+    """Call ``k`` during its run: its ``output`` and tensors; gradients from other outputs; its loss.
 
-    ``disturb``: its loss draws other random numbers. ``drawn``: the states of those where its backward begins.
+    ``disturb``: its loss draws different random numbers. ``drawn``: states of generators when its backward begins.
     """
 
     k: int
@@ -80,10 +80,9 @@ class _Running:
 
 
 class StageRerun:
-    """A stage of this rank, as its ``calls`` used it: a model of its own, with the weights that it has now.
+    """A stage of this rank, used by its ``calls`` as a separate model, with current weights.
 
-    ``loss``: what comes after it, if it is the last one. ``in_parts``: it is cut inside among ranks, so that it rounds
-    otherwise where it is put together.
+    ``loss``: follows the last stage. ``in_parts``: ranks share the stage, so the assembled stage rounds differently.
     """
 
     def __init__(
@@ -98,36 +97,36 @@ class StageRerun:
     ) -> None:
         self.stage, self._calls, self._loss, self._in_parts = stage, list(calls), loss, in_parts
         self.model = Again(module)
-        self.loss = Loss(self._flow, 1.0)  # the objective of one call
+        self.loss = Loss(self._flow, 1.0)  # objective for a single call
         recipe = Recipe(self.loss, accumulation=accumulation)
         self._reference = Reference(self.model, owner=dict.fromkeys(self._weights, stage), recipe=recipe)
         self._sums: dict[Site, Gradient] = {}
         self.links: list[Link] = []
         self.trained: Mapping[int, Tensor] = {}  # by id, what the loss trains besides what the stage gives
-        # Of calls to which no multiple of the expected came back: whose target gives that, and what else it gives.
+        # For calls with a gradient unlike the expected: the call whose target explains it, with its loss.
         self.pairs: dict[int, tuple[int, LossExpected] | None] = {}
-        self.other_form = ""  # why it is not known what it gives, where its outputs have other shapes again
-        self.speaks = False  # to other ranks: then it is run no more than they run it
+        self.other_form = ""  # reason for unknown results, if a rerun changes output shapes
+        self.speaks = False  # sends to other ranks, so all must rerun equally often
         self._is_same_in_training: bool | None = None  # a call in evaluation mode; None until that was tried
         self._envelopes = Envelopes(self._envelope)
         self._running: _Running | None = None
 
     def run(self) -> None:
-        """Rerun each call once, in the order in which gradients were added up."""
+        """Rerun each call once, in the order of accumulation."""
         found: dict[int, Link] = {}
         drawing = False
         for k in self._order:
-            in_place = self._reference.recipe.accumulation == PLAIN  # no microbatch's are there beside the sum
+            in_place = self._reference.recipe.accumulation == PLAIN  # without separate gradients for each microbatch
             running = _Running(k)
             try:
                 with nullcontext() if found else Speaking() as speaking:
                     onto = self._sums if in_place and self._calls[k].ran else {}
-                    made = self._made(self._reference, running, onto=onto)
-            except Exception as error:  # no one type: it is the user's code that runs, on what may be wrong
+                    made = self._run(self._reference, running, onto=onto)
+            except Exception as error:  # all types: user code runs, perhaps on wrong inputs
                 self._note_form(k, running.gave)
                 kept = isinstance(error, KeptElsewhere)
-                told = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, raised(error))
-                found[k] = Link(obstacle=self.other_form or told)
+                reason = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, describe_error(error))
+                found[k] = Link(obstacle=self.other_form or reason)
                 continue
             if speaking is not None:
                 self.speaks, now = speaking.spoke, states_on(running.drawn)
@@ -148,7 +147,7 @@ class StageRerun:
             self._sums |= self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
 
     def _add_of_loss(self, k: int, link: Link, loss: LossExpected) -> None:
-        """Add what the loss of call ``k`` gives to weights of this stage, in the multiple that came back to it."""
+        """Add the loss's gradients of stage weights in call ``k``, in the observed multiple."""
         came = next((at for at in link.gives if at[0] == RECEIVED), None)
         factor = 1.0 if came is None else factor_at(self._calls[k], link, came) or 1.0
         more = {site: one * factor for site, one in self._of_loss(loss).items()}
@@ -156,12 +155,12 @@ class StageRerun:
             self._add(Contribution(0.0, more))
 
     def _of_loss(self, loss: LossExpected) -> dict[Site, Tensor]:
-        """What a loss gives to weights of this stage."""
+        """Return a loss's gradients of this stage's weights."""
         names = {id(one): name for name, one in self.model.named_parameters()}
         return {(self.stage, names[id(one)]): gradient for one, gradient in loss.trained if id(one) in names}
 
     def _with_loss(self, made: Made) -> Made:
-        """``made``, with what its loss gives to weights of this stage."""
+        """Return ``made`` with the loss's gradients of stage weights."""
         own = made.contribution or Contribution(0.0, {})
         gradients = dict(own.gradients)
         for site, one in self._of_loss(made.loss).items():
@@ -171,40 +170,40 @@ class StageRerun:
 
     @property
     def gradients(self) -> dict[str, Gradient]:
-        """What the step must have added up in each parameter, by its name in the stage."""
+        """The gradient that the step must accumulate in each parameter, by the stage's names."""
         return {name: self._sums.get((self.stage, name)) for name in self._weights}
 
     @property
     def closed(self) -> bool:
-        """Whether what its calls give is known."""
+        """True if the results of all calls are known."""
         return all(link.closed for link in self.links)
 
     @cached_property
     def narrowest(self) -> torch.dtype | None:
-        """The narrowest type in which it computes."""
-        casts = [kind for call in self._calls for on, kind in kept_of(call).state.autocast.values() if on]
+        """Narrowest type in the stage's computation."""
+        casts = [kind for call in self._calls for on, kind in copy_call(call).state.autocast.values() if on]
         types = [*casts, *(one.dtype for one in self.model.parameters() if is_rounded(one.dtype))]
         return max(types, key=lambda one: precision_of(one).unit, default=None)
 
     @property
     def inside(self) -> torch.dtype | None:
-        """That of a stage in parts: sums over ranks are rounded there."""
+        """Narrowest type of a stage in parts; sums over ranks round in it."""
         return self.narrowest if self._in_parts else None
 
     @property
     def drew(self) -> bool:
-        """Whether a call drew random numbers when it was rerun."""
+        """True if a call drew random numbers in its rerun."""
         return bool(self.model.__dict__["drew"])
 
     def doubt(self, why: str) -> None:
-        """It is not known what its calls give."""
+        """Mark the results of all calls unknown, for this reason."""
         self.links = [Link(obstacle=why) for _ in self.links]
 
     def wrong(self) -> Iterator[tuple[int, Point, Call]]:
-        """Where calls give something else again than they gave, by more than rounding."""
+        """Yield places where a call's rerun differs from the step by more than rounding."""
         for k, (call, link) in enumerate(zip(self._calls, self.links, strict=True)):
             for at in link.gives:
-                if (observed := observed_at(call, at)) is not None and not link.is_right(at, observed):
+                if (observed := sketch_at(call, at)) is not None and not link.is_right(at, observed):
                     yield k, at, call
 
     @property
@@ -213,33 +212,33 @@ class StageRerun:
         return factors_of(self._calls, self.links)
 
     def times(self, factor: float) -> None:
-        """So many times as much is expected from the loss."""
+        """Multiply the expected gradients from the loss."""
         self.links = [scale_flows(link, factor) for link in self.links]
 
     def take_pairs(self) -> None:
-        """Calls were meant for the microbatches whose targets they met."""
+        """Adopt the microbatches whose targets the calls met."""
         for k, pair in self.pairs.items():
             self.links[k] = take_target(self._calls[k], self.links[k], pair[1] if pair else LossExpected())
 
     @property
     def unreached(self) -> list[str]:
-        """The parameters to be trained to which no call contributes, where any should."""
+        """Trainable parameters that calls left without a contribution; empty without calls."""
         wanting = [name for name, one in self.model.named_parameters() if one.requires_grad and self.links]
         return [name for name in wanting if self._sums.get((self.stage, name)) is None]
 
     @property
     def other(self) -> bool:
-        """Whether anything that its calls give is not what they gave."""
+        """True if a rerun result differs from the step."""
         return any(link.limits for link in self.links)
 
     @property
     def single_names(self) -> list[str]:
-        """The stage's parameters, each by the first of its names."""
+        """Parameters of the stage, each under its first name."""
         return [name for name, _ in self.model.named_parameters()]
 
     @cached_property
     def expected(self) -> Expected:
-        """The stage's own step, with what each of its calls contributes: of this are causes made."""
+        """The stage's own step, with each call's contribution; causes are computed from it."""
         contributions = self._reference.contribute(self.batches)
         losses = tuple(one.loss for one in contributions)
         orders = {self.stage: range(len(contributions))}
@@ -252,12 +251,12 @@ class StageRerun:
 
     @property
     def batches(self) -> list[Batch]:
-        """What the calls that contribute were given, in the order of their backwards."""
+        """Inputs of contributing calls, in the order of backwards."""
         return [self._batch(k) for k in self.numbers]
 
     @property
     def numbers(self) -> list[int]:
-        """The calls that contribute, in the order of their backwards."""
+        """Contributing calls, in the order of backwards."""
         return [k for k in self._order if self._calls[k].ran]
 
     @cached_property
@@ -266,24 +265,24 @@ class StageRerun:
         return sorted(range(len(self._calls)), key=lambda k: (k not in ends, ends.get(k, k)))
 
     def _batch(self, k: int) -> Batch:
-        again = kept_of(self._calls[k])
+        again = copy_call(self._calls[k])
         tensors = [one.requires_grad_(n in again.wanting) for n, one in enumerate(again.tensors)]
         return Batch((again, *tensors), again.flows, 1)  # type: ignore[arg-type]  # the model takes what it is
 
     def _flow(self, output: Any, flows: Any) -> Tensor:
-        """The objective of a call: what came back to its output. Notes what it gave, and what its loss gives."""
+        """Return the objective of a call from its output gradients; note its results and loss."""
         running = _Running(-1) if self._running is None else self._running
         running.gave = {(MADE, n): one.detach() for n, one in enumerate(tensors_in(output))}
-        found = flowed(output, flows, tensors=tensors_in, note=running.more.__setitem__)
+        found = objective_of(output, flows, tensors=tensors_in, note=running.more.__setitem__)
         if self._running is not None:
             call, running.output = self._calls[running.k], output
             if self._loss is not None:
                 model, disturb = self.model, running.disturb
-                running.loss = self._loss.expected(running.k, output, call=call, model=model, disturb=disturb)
-            running.drawn = states_on(kept_of(call).state.drawn)
+                running.loss = self._loss.expect(running.k, output, call=call, model=model, disturb=disturb)
+            running.drawn = states_on(copy_call(call).state.drawn)
         return found
 
-    def _made(
+    def _run(
         self, reference: Reference, running: _Running, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
     ) -> Made:
         """Run a call. What it contributes is added to ``onto``, in place."""
@@ -302,25 +301,25 @@ class StageRerun:
 
     def _link(self, k: int, made: Made, output: object) -> Link:
         call, model = self._calls[k], self.model
-        gives = {at: sketch(one, known=observed_at(call, at)) for at, one in made.tensors.items()}
+        gives = {at: sketch(one, known=sketch_at(call, at)) for at, one in made.tensors.items()}
         self.trained = {**self.trained, **{id(one): one for one, _ in made.loss.trained}}
         loss, own = made.loss.value, Link(gives, mode_matters=self._mode_matters(k))
         if loss is not None:
             owes = bool(made.loss.trained) or any(at[0] == RECEIVED and one.norm for at, one in gives.items())
             own = replace(own, loss=loss.item(), loss_type=loss.dtype, owes=owes)
-        link = self._received(k, made.more, own)
-        pairs = ((at, observed_at(call, at), one) for at, one in gives.items())
-        other = {at: (one, due) for at, one, due in pairs if one is not None and one.digest != due.digest}
+        link = self._with_received(k, made.more, own)
+        pairs = ((at, sketch_at(call, at), one) for at, one in gives.items())
+        other = {at: (one, own) for at, one, own in pairs if one is not None and one.digest != own.digest}
         if not other:
             return link
-        if self._loss and any(one.factor(due) is None for (where, _), (one, due) in other.items() if where == RECEIVED):
+        if self._loss and any(one.factor(own) is None for (where, _), (one, own) in other.items() if where == RECEIVED):
             self.pairs[k] = self._loss.of_another(k, output, call=call, model=model)
         if drawn := model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
             return Link(obstacle=_DRAWS.format(drawn[0] or f"stage {self.stage}", kind.__name__, maker))
-        names = model.changed_since(kept_of(call)) if any(where == MADE for where, _ in other) else []
-        if names and not self.speaks and self._gives(k, kept_of(call).state.with_attributes()):
+        names = model.list_changed(copy_call(call)) if any(where == MADE for where, _ in other) else []
+        if names and not self.speaks and self._gives(k, copy_call(call).state.with_attributes()):
             return Link(obstacle=_ATTRIBUTES.format(self.stage, first_few(names)))
         if self.speaks:
             least = {at: precision_of(self.inside or made.tensors[at].dtype).least for at in other}
@@ -331,33 +330,33 @@ class StageRerun:
 
     def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
         for (where, number), one in made.items():
-            observed = observed_at(self._calls[k], (where, number))
+            observed = sketch_at(self._calls[k], (where, number))
             if where == MADE and observed is not None and observed.shape != tuple(one.shape):
                 self.other_form = _FORM.format(self.stage, list(observed.shape), list(one.shape))
 
     def _mode_matters(self, k: int) -> bool:
-        """Whether a call that was in evaluation mode would have given something else in training mode: one tells."""
+        """True if training mode changes a call that ran in evaluation mode; tries one call."""
         if self._calls[k].training or self.speaks:
             return not self._calls[k].training
         if self._is_same_in_training is None:
-            self._is_same_in_training = self._gives(k, kept_of(self._calls[k]).state.in_training())
+            self._is_same_in_training = self._gives(k, copy_call(self._calls[k]).state.in_training())
         return not self._is_same_in_training
 
     def _gives(self, k: int, state: State) -> bool:
-        """Whether a call gives what it gave, in this ``state``."""
-        again = kept_of(self._calls[k])
+        """True if a call repeats its results in this ``state``."""
+        again = copy_call(self._calls[k])
         try:
             with torch.no_grad():
                 made = tensors_in(self.model(replace(again, state=state), *again.tensors))
-        except Exception:  # no one type: it is the user's code that runs
+        except Exception:  # all types: user code runs
             return False
         return [sketch(one).digest for one in made] == [one.digest for one in self._calls[k].outputs]
 
-    def _received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
-        """``link``, where ``more`` of some outputs' gradients came from other outputs."""
+    def _with_received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
+        """Return ``link`` with ``more`` gradient of some outputs, from other outputs."""
         received, limits = dict[int, Sketch](), dict[Point, float]()
         for n, one in more.items():
-            whole, least = kept_of(self._calls[k]).flows[n].to(one.device), precision_of(one.dtype).least
+            whole, least = copy_call(self._calls[k]).flows[n].to(one.device), precision_of(one.dtype).least
             rest, size = whole - one, (whole.norm() + one.norm()).item()
             rest = torch.zeros_like(rest) if rest.norm().item() <= least * size else rest  # that is rounding
             received[n] = sketch(rest)
@@ -365,14 +364,14 @@ class StageRerun:
         return replace(link, received=received, limits=limits) if received else link
 
     def _envelope(self, k: int, made: Made | None) -> Envelope:
-        """What rounding does to call ``k``, which ``made`` that in its first run."""
-        running = _Running(k, disturb=True)  # it is not known when a loss drew its own
-        twice = self._with_loss(self._made(self._reference, running))
+        """Measure rounding of call ``k``; ``made``: its first run."""
+        running = _Running(k, disturb=True)  # the time of a loss's own draws is unknown
+        twice = self._with_loss(self._run(self._reference, running))
         runs = partial(self._in_fp64, k), cache(partial(self._off, k))
         return Envelope(made or twice, twice, *runs, narrowest=self.narrowest, inside=self.inside)
 
     def floor(self, name: str, size: float) -> Floor | None:
-        """What rounding may do to the gradient of a parameter, whose norm is ``size``; None where none is measured."""
+        """Return the rounding of a parameter's gradient with norm ``size``; None if unmeasured."""
         site = self.stage, name
         if self.speaks or (total := self._sums.get(site)) is None:
             return None
@@ -382,8 +381,8 @@ class StageRerun:
 
     def _in_fp64(self, k: int) -> Made | None:
         try:
-            return self._with_loss(self._made(self._wide, _Running(k)))
-        except Exception:  # no one type: it is the user's code, which may know of one type only
+            return self._with_loss(self._run(self._wide, _Running(k)))
+        except Exception:  # all types: user code, which may support a single dtype
             return None
 
     def _off(self, k: int) -> Contribution | None:
@@ -392,9 +391,9 @@ class StageRerun:
             return None
         try:
             return one_place_off(self._reference, blank, [self._batch(k)])[0]
-        except Exception:  # no one type: it is the user's code
+        except Exception:  # all types: user code
             return None
 
     @cached_property
     def _wide(self) -> Reference:
-        return self._reference.of(widened(copied(self.model)))
+        return self._reference.of(widen(deep_copy(self.model)))

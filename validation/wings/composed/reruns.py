@@ -1,4 +1,4 @@
-"""All stages of a rank, rerun, and what ranks tell each other of them."""
+"""Reruns of all stages on a rank, and the notes that ranks exchange about them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +35,10 @@ _NO_TARGETS = "the last stage is here, and its targets are not: pass microbatche
 
 @dataclass(frozen=True)
 class RerunNote:
-    """What a rank tells others of its stages: those of which it is not known what they give.
+    """A rank's note to others about its stages: first, stages with unknown results.
 
-    ``factors``: of each last stage, what came back from the loss in multiples of what is expected. ``scaled``: what
-    losses are multiplied by, as its rank has it. ``pairs``: of microbatches whose losses met others' targets, those.
+    ``factors``: of each last stage, the observed gradient of the loss in multiples of the expected. ``scaled``: the
+    rank's factor on losses. ``pairs``: microbatches whose losses met other targets.
     """
 
     lost: Sequence[int]
@@ -49,12 +49,11 @@ class RerunNote:
 
 @dataclass
 class Reruns:
-    """The stages of ``modules``, by number, as their ``calls`` used them.
+    """Stages from ``modules``, by number, with their ``calls``.
 
-    ``given``: the microbatches, where they are known. ``only``: the one stage that is rerun, if not all are. ``sums``:
-    the type in which the gradients of a stage are added up, where its weights are narrower. ``others``: by stage that
-    is cut inside among ranks, its calls on each other rank of the replica; None where none is. ``own_losses``: those
-    that stages have.
+    ``given``: the microbatches, if known. ``only``: the one stage to rerun; None for all. ``sums``: the type of summed
+    gradients, for stages with narrower weights. ``others``: for a stage cut inside, its calls on each other rank in the
+    replica; else None. ``own_losses``: losses inside stages.
     """
 
     division: Division
@@ -68,13 +67,13 @@ class Reruns:
     others: Mapping[int, Sequence[Sequence[Call]]] | None
     own_losses: Mapping[int, OwnLoss]
     stages: list[StageRerun] = field(default_factory=list)
-    _last: list[StageRerun] = field(default_factory=list)  # the last stage, where it is here
+    _last: list[StageRerun] = field(default_factory=list)  # the last stage, if on this rank
 
     def run(self, snapshot: Snapshot, note: Callable[[StageRerun, Callable[[Tensor], bool]], None]) -> None:
-        """Run them, the last one first, put the job back, and ``note`` each, with which tensors were written to.
+        """Run the stages, last first; restore the job; call ``note`` with each stage and its test for written tensors.
 
-        Raises ``RecordError`` if its targets are not here, if nothing tells which of its calls has which, or if ranks
-        pass on parts of what a stage gives.
+        Raises ``RecordError`` if its targets are missing or cannot be matched with calls, or if ranks pass on parts of
+        a stage's output.
         """
         for stage, calls in sorted(self.calls.items(), reverse=True):
             compared, every = self.only in (None, stage), range(len(calls))
@@ -114,21 +113,21 @@ class Reruns:
 
     @property
     def note(self) -> RerunNote:
-        """What other ranks must know."""
+        """The note for other ranks."""
         lost = [own.stage for own in self.stages if not own.closed]
         factors = [one for own in self._last for one in own.factors]
         return RerunNote(lost, factors, [self.division.scaled for _ in self._last], self._pairs)
 
     @property
     def of_the_loss(self) -> list[str]:
-        """The weights that the loss trains, and that no stage of this rank holds, by their shapes."""
+        """Weights trained by the loss and absent from this rank's stages, by shape."""
         own = {id(one) for module in self.modules.values() for one in module.parameters()}
         trained = [one for stage in self.stages for key, one in stage.trained.items() if key not in own]
         return [f"one of shape {list(one.shape)}" for one in trained]
 
     @property
     def _pairs(self) -> dict[int, int]:
-        """Of each microbatch whose loss met the target of another, that one; none if others are wrong, too."""
+        """Microbatches whose losses met each other's targets; empty if other calls are wrong too."""
         found: dict[int, int] = {}
         for own in self._last:
             numbers = self.chain.orders[own.stage].numbers
@@ -136,15 +135,15 @@ class Reruns:
             found |= pairs if len(pairs) == len(own.pairs) else {}
         return found
 
-    def exchanged_targets(self, rank: int) -> list[Cause]:
-        """That losses were made with targets of others, if no messages crossed instead."""
+    def find_exchanged_targets(self, rank: int) -> list[Cause]:
+        """Report exchanged targets, unless messages crossed instead."""
         pairs = self._pairs if self.chain.meant is None else {}
-        told = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs.items()])
+        detail = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs.items()])
         which = tuple(sorted(pairs))
-        return [Cause("swapped-data", rank, self.chain.last, microbatches=which, detail=told)] if pairs else []
+        return [Cause("swapped-data", rank, self.chain.last, microbatches=which, detail=detail)] if pairs else []
 
     def agree(self, of_replica: Sequence[RerunNote]) -> None:
-        """Read the chain as messages were meant, where those of this replica crossed."""
+        """Read the chain with crossed messages in this replica."""
         pairs = next((note.pairs for note in of_replica if note.pairs), {})
         if pairs and (meant := self.chain.as_meant(pairs)) is not None:
             self.chain = meant
@@ -152,7 +151,7 @@ class Reruns:
                 own.take_pairs()
 
     def _check_alike(self, own: StageRerun) -> None:
-        """Raise ``RecordError`` where targets are perhaps those of a microbatch that has the same inputs."""
+        """Raise ``RecordError`` if two microbatches with equal inputs may have exchanged targets."""
         contents = [{number: one.digest for number, one in brought.items()} for brought in self.chain.data]
         inputs = [{n: one for n, one in brought.items() if n < TARGETS} for brought in contents]
         pairs = list(zip(inputs, contents, strict=True))
@@ -161,7 +160,7 @@ class Reruns:
             raise RecordError(Reason.CALLS.doubt(_ALIKE.format(first_few([f"{m}" for m in alike]))))
 
     def _note_doubts(self, own: StageRerun) -> None:
-        """Note why it is not known what a stage gives, though it is rerun."""
+        """Note why a rerun stage's results are unknown."""
         if self.others is not None and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
             own.doubt(doubt)
         weights = weights_among(own.trained.values(), self.modules[own.stage])
@@ -172,6 +171,6 @@ class Reruns:
 
 
 def _wanting(call: Call, flowing: frozenset[int]) -> Call:
-    """``call``, asked for the gradients ``flowing`` to these inputs, too, when it is rerun."""
+    """Return ``call`` with gradients ``flowing`` to these inputs when rerun."""
     again, more = call.again, flowing - call.needing
     return call if again is None or not more else replace(call, again=replace(again, wanting=again.wanting | more))

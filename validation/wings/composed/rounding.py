@@ -1,4 +1,4 @@
-"""What rounding may do: to what a stage gives again, measured on one of its calls, which serves all of them."""
+"""Rounding of a stage's results, measured on one call and used for all."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,48 +12,50 @@ from pipeproof.core.limits import HALF, Precision, coarsest, precision_of
 from pipeproof.core.observe.elements import all_finite, in_fp64
 from pipeproof.core.observe.recording import MADE
 from pipeproof.core.observe.sketch import Sketch
-from pipeproof.core.tolerance import Floor, error, floor_of, unmeasured
+from pipeproof.core.tolerance import Floor, default_floor, error, floor_of
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import Contribution, Site
 from pipeproof.wings.composed.link import Point
 from pipeproof.wings.composed.loss import LossExpected
 
 _PIECE = 1 << 18  # elements
-_OTHER_UPDATE = 0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be seen
+_OTHER_UPDATE = (
+    0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be observed
+)
 
 
 def length_in_pieces(gradient: Tensor) -> float:
-    """The 2-norm in fp64; of a large one piece by piece, for in fp64 it is twice as large."""
+    """Compute the 2-norm in fp64; a large gradient in pieces, because fp64 doubles it."""
     pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
     return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
 
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """What rounding may do to what was computed once more by the very same operations; ``apart``: to losses it did."""
+    """Rounding of a repeated computation with identical operations; ``apart``: the observed one on losses."""
 
     precision: Precision
     apart: float = field(default=0.0, kw_only=True)
 
     def loss(self, microbatch: int) -> Floor:
-        return replace(unmeasured(self.precision), rounding=self.apart)
+        return replace(default_floor(self.precision), rounding=self.apart)
 
     def total(self) -> Floor:
         return self.loss(0)
 
     def norm(self) -> Floor:
-        return unmeasured(self.precision)
+        return default_floor(self.precision)
 
     def gradient(self, name: str) -> Floor:
-        return unmeasured(self.precision)
+        return default_floor(self.precision)
 
     def update(self, name: str) -> Floor:
-        return replace(unmeasured(self.precision), fault=_OTHER_UPDATE)
+        return replace(default_floor(self.precision), fault=_OTHER_UPDATE)
 
 
 @dataclass(frozen=True)
 class Made:
-    """One run of a call: its tensors, what flowed by number besides what came from behind, and what it contributes.
+    """One run of a call: tensors, gradients from beside, by number, and its contribution.
 
     ``loss``: what its loss gives, in the last stage.
     """
@@ -66,11 +68,10 @@ class Made:
 
 @dataclass
 class Envelope:
-    """A call that was run ``once`` and ``twice``; more runs are made where these two do not explain what was observed.
+    """A call that ran ``once`` and ``twice``; further runs follow if these leave a difference unexplained.
 
-    ``in_fp64`` runs it in fp64, and gives None where it cannot; ``off`` gives what it contributes with weights that are
-    one rounding off. ``narrowest``: the type in which the stage computes, if that is narrower than its weights;
-    ``inside``: the one in which it is summed up over ranks.
+    ``in_fp64``: runs it in fp64, or gives None. ``off``: gives its contribution with weights one rounding off.
+    ``narrowest``: the computing type, if narrower than the weights. ``inside``: the type of sums over ranks.
     """
 
     once: Made
@@ -82,7 +83,7 @@ class Envelope:
     _is_wide: bool = False  # fp64 was asked
 
     def limit(self, at: Point, made: Tensor) -> float:
-        """How far rounding may put what another call ``made`` there; infinite where that is not finite."""
+        """Return how far rounding may put ``made`` of another call; infinite for non-finite values."""
         if not all_finite(made):
             return math.inf
         precision = coarsest([precision_of(one) for one in (made.dtype, self.inside) if one is not None])
@@ -91,11 +92,11 @@ class Envelope:
         return min(precision.most, max(precision.least, precision.factor * apart))
 
     def widen(self) -> None:
-        """From now on, let limits be those of fp64, too."""
+        """Include fp64 in the limits from now on."""
         self._is_wide = True
 
     def is_strange(self, at: Point) -> bool:
-        """Whether two runs give there what is not the same, as random numbers are: a third may be as far off again."""
+        """True if two runs differ here, as random numbers do; a third run may differ as much."""
         made, again = self.once.tensors.get(at), self.twice.tensors.get(at)
         if made is None or again is None or made.shape != again.shape:
             return True
@@ -103,12 +104,12 @@ class Envelope:
 
     @property
     def loss_apart(self) -> float:
-        """How far apart the losses of its runs are, relative to their size."""
+        """Relative distance between the losses of its runs."""
         pairs = [(one.loss.value, self.once.loss.value) for one in self._others]
         return max((_error(own, one) for one, own in pairs if own is not None), default=0.0)
 
     def gradient(self, site: Site, total: Tensor, *, calls: int, size: float) -> Floor | None:
-        """The floor of a ``total`` over so many ``calls``, of this ``size``; None where the call adds nothing to it."""
+        """Return the floor for a ``total`` over ``calls`` with norm ``size``; None if the call adds nothing."""
         part = None if self.twice.contribution is None else self.twice.contribution.gradients.get(site)
         if part is None:
             return None
@@ -123,12 +124,12 @@ class Envelope:
 
     @property
     def _others(self) -> list[Made]:
-        """The runs beside the first one."""
+        """Runs after the first."""
         return [self.twice, *(one for one in [self._wide if self._is_wide else None] if one is not None)]
 
     @cached_property
     def _wide(self) -> Made | None:
-        """What fp64 makes of the call; None where that is something else, as where it draws other random numbers."""
+        """Run the call in fp64; None if the result differs, for example by random numbers."""
         found = self.in_fp64()
         if found is None:
             return None
@@ -148,32 +149,32 @@ def _error(made: Tensor, other: Tensor | None) -> float:
 
 @dataclass
 class Envelopes:
-    """Those of a stage's calls that were ``measured``: the first that differs, and one that is farther off than that.
+    """The ``measured`` calls of a stage: the first that differs, and one that differs more.
 
-    ``measure``: makes one of a call, and of what that made in its first run.
+    ``measure``: measures a call, given its first run.
     """
 
     measure: Callable[[int, Made | None], Envelope]
     measured: dict[int, Envelope] = field(default_factory=dict)
 
     def at(self, k: int, made: Made | None = None) -> Envelope:
-        """That of call ``k``."""
+        """Return the envelope of call ``k``."""
         if k not in self.measured:
             self.measured[k] = self.measure(k, made)
         return self.measured[k]
 
     @property
     def is_full(self) -> bool:
-        """Whether two were measured: of more calls, rounding is not asked."""
+        """True after two measurements, the maximum."""
         return len(self.measured) > 1
 
     @property
     def loss_apart(self) -> float:
-        """How far apart the losses of one call are, relative to their size."""
+        """Relative distance between a call's losses."""
         return max((one.loss_apart for one in self.measured.values()), default=0.0)
 
     def of_sum(self, sizes: Mapping[int, float]) -> Envelope:
-        """That of the call that adds most, by ``sizes``, or half as much: what is small, or padded, tells little."""
+        """Return the envelope of the largest contributor by ``sizes``, or half as large: small ones tell little."""
         measured = max(self.measured, key=lambda k: sizes.get(k, 0.0), default=None)
         largest = max(sizes, key=lambda k: sizes[k])
         if measured is not None and (self.is_full or 2 * sizes.get(measured, 0.0) >= sizes[largest]):
@@ -183,13 +184,13 @@ class Envelopes:
     def of_call(
         self, k: int, made: Made, pairs: Mapping[Point, tuple[Sketch | None, Sketch]]
     ) -> tuple[dict[Point, float], frozenset[Point]]:
-        """How far rounding may put what call ``k`` ``made``, and where it gives another in each run.
+        """Return how far rounding may put call ``k``, and the places that differ in each run.
 
-        ``pairs``: what was observed and what is expected, where these differ.
+        ``made``: its run. ``pairs``: observed and expected, where they differ.
         """
         if not self.measured:
             self.at(k, made)
-        if self._is_over(made, pairs):  # two runs are nearer than that
+        if self._is_over(made, pairs):  # two runs differ less
             for one in self.measured.values():
                 one.widen()
         if not self.is_full and self._is_over(made, pairs):

@@ -1,4 +1,4 @@
-"""Parameters of which ranks have parts: whole while a stage is run again, and compared in parts."""
+"""Sharded parameters: whole during a stage's rerun, compared part by part."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +10,18 @@ from torch import Tensor, nn
 
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.recording import MADE
-from pipeproof.core.observe.shards import InShards, Shard, added_up, flat_shard, gathered, held_here, in_flat_parts
+from pipeproof.core.observe.shards import (
+    InShards,
+    Shard,
+    add_partial,
+    flat_shard,
+    in_flat_parts,
+    join_shards,
+    local_tensor,
+)
 from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
-from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduced_in, under_fully_shard, unsharded
+from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduction_types, under_fully_shard, unshard
 from pipeproof.whitebox.handed_back import FlatShard, Gradient
 from pipeproof.wings.composed.ranks import Peers
 from pipeproof.wings.composed.rerun import StageRerun
@@ -39,7 +47,7 @@ Part = tuple[int, str, str]  # a stage, a parameter, and which part of it
 
 
 def lengths_of(parts: Mapping[Part, float]) -> dict[Site, float]:
-    """The norms of gradients, by those of all their ``parts``."""
+    """Return the norms of gradients from the norms of all ``parts``."""
     found: dict[Site, float] = {}
     for (stage, name, _), one in parts.items():
         found[stage, name] = math.hypot(found.get((stage, name), 0.0), one)
@@ -47,19 +55,19 @@ def lengths_of(parts: Mapping[Part, float]) -> dict[Site, float]:
 
 
 def other_data(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> str:
-    """Why ranks of one replica cannot be put together; empty where each was given the same.
+    """Say why ranks of one replica cannot be assembled; empty if all have the same data.
 
-    ``calls`` are those of the first stage on this rank, ``others`` on each other rank of the replica.
+    ``calls``: this rank's, of the first stage. ``others``: each other rank's, of the replica.
     """
     own, *every = ([[one.digest for one in call.inputs] for call in there] for there in (calls, *others))
     return "" if all(there == own for there in every) else _OTHER_DATA
 
 
 def in_doubt(own: StageRerun, others: Sequence[Sequence[Call]]) -> str:
-    """Why it is not known what ``own`` gives, which is cut inside; empty if it is known.
+    """Say why the results of ``own``, cut inside, are unknown; empty if known.
 
-    ``others``: its calls on each other rank of the replica. Put together it is other code: only where ranks gave
-    unlike outputs, one of them is surely wrong.
+    ``others``: its calls on each other rank of the replica. An assembled stage is other code: only different outputs of
+    ranks prove one of them wrong.
     """
     made = [(k, number, call) for k, (where, number), call in own.wrong() if where == MADE]
     if not made:
@@ -76,9 +84,9 @@ def _digest(call: Call, number: int) -> bytes:
 
 @dataclass(frozen=True)
 class OwnShards:
-    """The parts of parameters that this rank has, of its ``stages``; ``every``: each rank's, in the order of ranks.
+    """The parts of parameters on this rank, by its ``stages``; ``every``: each rank's parts, in order.
 
-    ``gradients``: where its gradients lie, of those that are in other parts than their parameters.
+    ``gradients``: places of gradients that are cut differently from their parameters.
     """
 
     stages: RankStages
@@ -87,18 +95,18 @@ class OwnShards:
 
     @property
     def obstacle(self) -> str:
-        """Why stages cannot be put together, or nothing."""
+        """Why stages cannot be assembled; empty if they can."""
         if any(is_flat(part) for module in self.stages.modules.values() for part in module.modules()):
             return _FLAT
         return _GATHERED if any(map(is_gathered, self.stages.modules.values())) else ""
 
     @property
     def together(self) -> int:
-        """Among how many ranks stages are cut inside, as tensor parallelism does: 1, if by ``fully_shard`` alone.
+        """Number of ranks that share a stage, as in tensor parallelism; 1 with ``fully_shard`` alone.
 
-        Its axis is the last one of a mesh: ``fully_shard`` cuts what was cut so before.
+        Their axis is a mesh's last, because ``fully_shard`` cuts in front.
         """
-        wrapped = self._renamed(under_fully_shard)
+        wrapped = self._rename(under_fully_shard)
         found = [1]
         for name, one in self.parameters.items():
             if isinstance(one, InShards):
@@ -108,22 +116,22 @@ class OwnShards:
         return max(found)
 
     def modules(self, peers: Peers) -> dict[int, nn.Module]:
-        """This rank's stages, to be run again: those of which it has parts are made whole.
+        """Return this rank's stages for the rerun, with sharded parameters assembled.
 
-        Every rank calls this. It takes the memory of the stages' whole weights.
+        Every rank calls this. It needs memory for the stages' whole weights.
         """
         peers.group()  # by all ranks at once, for to make it is for all
         cut = sorted(name for name, one in self.parameters.items() if isinstance(one, InShards))
         whole = {name: self._whole(name, peers) for name in cut}
         found = dict(self.stages.modules)
         for stage, module in self.stages.modules.items():
-            names = {name: self.stages.rename(stage, name) for name, _ in _named(module)}
+            names = {name: self.stages.rename(stage, name) for name, _ in _name_parameters(module)}
             if any(map(is_wrapped, module.modules())) or any(full in whole for full in names.values()):
-                found[stage] = unsharded(module, {name: whole[full] for name, full in names.items() if full in whole})
+                found[stage] = unshard(module, {name: whole[full] for name, full in names.items() if full in whole})
         return found
 
     def sums(self, modules: Mapping[int, nn.Module]) -> dict[int, torch.dtype]:
-        """By stage, the type of its parameters, where some are of another one in these ``modules``: they are cast."""
+        """Return the type of parameters by stage, if some ``modules`` have another and are cast."""
         return {
             stage: own.dtype
             for stage, module in self.stages.modules.items()
@@ -133,24 +141,24 @@ class OwnShards:
 
     @property
     def reduced_in(self) -> dict[str, torch.dtype]:
-        """The types in which gradients are reduced, of those parameters that have a wider one."""
-        return self._renamed(reduced_in)
+        """Types of gradient reduction, for parameters with a wider type."""
+        return self._rename(reduction_types)
 
-    def named(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
-        """By stage and the model's name, which part this rank has, and its digest, of what is ``begun`` by stage."""
+    def digests_by_name(self, begun: Mapping[int, Mapping[str, bytes]]) -> dict[Site, tuple[str, bytes]]:
+        """Return this rank's part and digest by stage and the model's name, from digests ``begun``."""
         every = [(k, self.stages.rename(k, name), one) for k, own in begun.items() for name, one in own.items()]
         return {(stage, full): (str(self.stages.shards.get(full, "")), digest) for stage, full, digest in every}
 
     @staticmethod
     def flat(gradients: Mapping[str, Gradient]) -> dict[str, Shard]:
-        """Where flat parts of ``gradients`` lie, of those that come in such."""
+        """Return the places of flat shards among ``gradients``."""
         found = {name: one for name, one in gradients.items() if isinstance(one, FlatShard)}
         return {name: flat_shard(one.start if one.part is not None else 0, one.part) for name, one in found.items()}
 
     def lying(self, gradients: Mapping[str, Gradient], flat: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor | None]:
-        """What this rank has of ``gradients``, with all its elements; where that lies is known from now on.
+        """Return this rank's ``gradients`` with all elements, and remember their places.
 
-        ``flat``: the flat parts of all ranks with its stages. Of a gradient that some of them have, it may have none.
+        ``flat``: flat parts on all ranks with its stages; this rank may lack one.
         """
         self.gradients.update(self.flat(gradients))
         found = {name: one.part if isinstance(one, FlatShard) else one for name, one in gradients.items()}
@@ -158,17 +166,17 @@ class OwnShards:
             found |= dict.fromkeys(name for name in self.stages.places if name not in found)
             self.gradients.update({name: flat_shard(0, None) for name, one in found.items() if one is None})
         return {
-            name: None if one is None else dense(held_here(added_up(one, self.parameters.get(name))))
+            name: None if one is None else dense(local_tensor(add_partial(one, self.parameters.get(name))))
             for name, one in found.items()
         }
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank has of a ``whole`` gradient."""
+        """Return this rank's part of a ``whole`` gradient."""
         shard = self._shard(name)
         return whole if shard is None else shard.of(whole)
 
     def in_whole(self, name: str, part: Tensor | None, whole: Tensor | None) -> Tensor | None:
-        """``whole`` with what this rank has in its place: others' parts are theirs to compare."""
+        """Return ``whole`` with this rank's ``part`` in place; other ranks compare theirs."""
         shard = self._shard(name)
         if shard is None or part is None or whole is None or part.shape != shard.lengths:
             return part
@@ -177,50 +185,50 @@ class OwnShards:
         return found
 
     def in_place(self, name: str, part: Tensor | None) -> Tensor | None:
-        """``part`` where it lies in the whole gradient, with zeros around it: others have the rest."""
+        """Return ``part`` in its place in the whole gradient, with zeros around."""
         return None if part is None else self.in_whole(name, part, part.new_zeros(self.stages.shapes[name]))
 
-    def alone(self, name: str, whole: Tensor | None) -> Tensor | None:
-        """A ``whole`` gradient with zeros in place of what others have of it."""
+    def own_part(self, name: str, whole: Tensor | None) -> Tensor | None:
+        """Return a ``whole`` gradient with zeros outside this rank's part."""
         return whole if whole is None or not self.lies(name) else self.in_place(name, self.part(name, whole))
 
     def sizes(self, stage: int, gradients: Mapping[str, Tensor | None]) -> dict[Part, float]:
-        """The norms of what this rank has of a stage's gradients, by stage, name and where it lies in all of it."""
+        """Return the norms of this rank's gradients of a stage, by stage, name and place."""
         names = [self.stages.rename(stage, name) for name, _ in self.stages.modules[stage].named_parameters()]
         own = {name: one for name in names if (one := gradients.get(name)) is not None}
         return {(stage, name, self.lies(name)): length_in_pieces(one) for name, one in own.items()}
 
     def lies(self, name: str) -> str:
-        """Which part of a gradient this rank has; nothing where it has all."""
+        """Describe this rank's part of a gradient; empty if whole."""
         return str(self._shard(name) or "")
 
     def is_empty(self, name: str) -> bool:
-        """Whether this rank has nothing of a gradient."""
+        """True if this rank has no part of a gradient."""
         shard = self._shard(name)
         return shard is not None and not shard.count
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters, as the optimizer has them."""
-        return self._renamed(lambda module: dict(_named(module)))
+        """This rank's parameters in the optimizer's form."""
+        return self._rename(lambda module: dict(_name_parameters(module)))
 
     def _shard(self, name: str) -> Shard | None:
         return self.gradients.get(name, self.stages.shards.get(name))
 
-    def _renamed(self, found_in: Callable[[nn.Module], Mapping[str, _Found]]) -> dict[str, _Found]:
-        """What is ``found_in`` each stage, by the names of the model."""
+    def _rename(self, found_in: Callable[[nn.Module], Mapping[str, _Found]]) -> dict[str, _Found]:
+        """Rename results of ``found_in`` on each stage to the model's names."""
         every = ((k, pair) for k, module in self.stages.modules.items() for pair in found_in(module).items())
         return {self.stages.rename(stage, name): one for stage, (name, one) in every}
 
     def _whole(self, name: str, peers: Peers) -> Tensor:
-        shape, here = self.stages.shapes[name], held_here(self.parameters[name])
+        shape, here = self.stages.shapes[name], local_tensor(self.parameters[name])
         whole = Shard(tuple((0, length) for length in shape), shape)
         placed = [self.every[rank].get(name, whole) for rank in peers.ranks]
         parts = peers.all_parts(here, [one.count for one in placed])
-        found = gathered([(one, part.view(one.lengths)) for one, part in zip(placed, parts, strict=True)])
+        found = join_shards([(one, part.view(one.lengths)) for one, part in zip(placed, parts, strict=True)])
         assert found is not None, "this rank has a part"
         return found
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _name_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Where the inputs of stages come from: an output of another stage, or data; content tells, and else their form."""
+"""Origins of stage inputs: an output of another stage, or data; recognized by content, else by form."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from pipeproof.core.observe.elements import is_rounded
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.wings.composed.link import StageCalls
 
-Data = Sequence[Mapping[int, Sketch]]  # of each microbatch, its tensors by number: its inputs, then its targets
+Data = Sequence[Mapping[int, Sketch]]  # each microbatch's tensors by number: inputs, then targets
 Input = tuple[int, int]  # a stage, and the number of the input there
 Output = tuple[int, int]
 Source = tuple[int | None, int]  # an output; or None, and the number of a datum
@@ -17,12 +17,11 @@ TARGETS = 1 << 16  # the number of a microbatch's first target
 
 
 class Sources:
-    """Where each input of ``stages`` comes from, as far as that is known; ``data`` is what each microbatch brings.
+    """Origins of the inputs of ``stages``, as far as known; ``data`` is each microbatch's content.
 
-    ``sent``: what each source sent, data first. An output that is the very tensor of another one is that. ``votes``: of
-    each input and each source before it, how much of what came was sent from there.
-    ``of_inputs``: the source of each input, as far as it is known. ``unsure``: where that is one of several equal
-    outputs, these. ``untold``: those of which nobody knows what should flow back to them.
+    ``sent``: each source's tensors, data first; an output that is the same tensor as another counts as it. ``votes``:
+    by input and earlier source, the number of equal tensors. ``of_inputs``: each input's source, if known. ``unsure``:
+    inputs with several equal outputs. ``untold``: outputs with unknown expected gradients.
     """
 
     def __init__(self, stages: Mapping[int, StageCalls], data: Data) -> None:
@@ -36,16 +35,16 @@ class Sources:
                 if number not in call.repeated:
                     self.sent.setdefault((stage, number), []).append(one)
         again = {(stage, n, of) for stage, here in stages.items() for c in here.calls for n, of in c.repeated.items()}
-        self._times = Counter[Source]([*self.sent, *((stage, of) for stage, _, of in again)])  # that each is put out
+        self._times = Counter[Source]([*self.sent, *((stage, of) for stage, _, of in again)])  # outputs of each
         counts = {stage: max((len(call.inputs) for call in here.calls), default=0) for stage, here in stages.items()}
         self.inputs = [(stage, number) for stage, count in counts.items() for number in range(count)]
         self.votes = {at: self._votes_of(at) for at in self.inputs}
-        self.of_inputs, self.unsure = self._wired()
+        self.of_inputs, self.unsure = self._wire()
         self.untold = {output for those in self.unsure.values() for output in those}
 
-    def _wired(self) -> tuple[dict[Input, Source], dict[Input, list[Output]]]:
+    def _wire(self) -> tuple[dict[Input, Source], dict[Input, list[Output]]]:
         found: dict[Input, Source] = {}
-        for fits in (self._was_sent, self._has_form):  # what came as it was sent leaves less to guess from
+        for fits in (self._was_sent, self._has_form):  # exact matches leave fewer guesses
             for at in [one for one in self.inputs if one not in found]:
                 taken = Counter(found.values())
                 fitting = {
@@ -53,25 +52,25 @@ class Sources:
                     for source, count in self.votes[at].items()
                     if fits(at, source, free := taken[source] < self._times[source])
                 }
-                if fitting:  # of tensors that are equal, each is some input's: the nearest stage's
+                if fitting:  # among equal tensors, prefer the nearest stage
                     found[at] = max(fitting, key=fitting.__getitem__)
         equal = self._equal(found)
         forced = self._one_each(equal, {source for at, source in found.items() if at not in equal and self.flows(at)})
         found |= forced
         for output in [one for one in self.sent if self.gives(one) and one not in found.values()]:
-            if (at_last := self._expected_at(output, found)) is not None:
+            if (at_last := self._expecting_input(output, found)) is not None:
                 found[at_last] = output
         return found, {} if forced else equal
 
     def _was_sent(self, at: Input, source: Source, free: bool) -> bool:
-        """Whether most of what came as this input was sent from there."""
+        """True if the source sent most tensors of this input."""
         return 2 * self.votes[at][source] > len(self.came(at))
 
     def _has_form(self, at: Input, source: Source, free: bool) -> bool:
-        """Whether a source has the form of this input, and is ``free``: nothing that came elsewhere.
+        """True if a source matches this input's form, and is ``free``: unused by other inputs.
 
-        Only what a gradient flows through must have been sent: positions, masks and noise a rank makes itself. What is
-        the same in every call, and nobody's, is such. Targets need be as given in the last stage alone.
+        Only inputs with a gradient must come from a source: a rank makes positions, masks and noise itself. So do
+        inputs equal in every call and of unknown origin. Targets must match in the last stage alone.
         """
         came, known, flows = self.came(at), self.votes[at][source] > 0, self.flows(at)
         if is_target(source):
@@ -80,7 +79,7 @@ class Sources:
         return forms(came) <= forms(self.sent[source]) and (flows or free) and (known or not own)
 
     def _equal(self, sources: Mapping[Input, Source]) -> dict[Input, list[Output]]:
-        """Of inputs that gradients flow through, and that may be any of several equal outputs: these."""
+        """Return inputs with a gradient and several equal outputs as possible sources."""
         found: dict[Input, list[Output]] = {}
         for at, source in sources.items():
             votes = self.votes[at]
@@ -91,7 +90,7 @@ class Sources:
 
     @staticmethod
     def _one_each(equal: Mapping[Input, Sequence[Output]], used: set[Source]) -> dict[Input, Output]:
-        """The one way in which ``equal`` outputs go to one input each, but for those that are ``used``; or none."""
+        """Match ``equal`` outputs with one input each, without ``used`` ones, if only one way exists."""
         found: dict[Input, Output] = {}
         for at in sorted(equal):
             free = [output for output in equal[at] if output not in {*used, *found.values()}]
@@ -100,8 +99,8 @@ class Sources:
             found[at] = free[0]
         return found
 
-    def _expected_at(self, output: Source, sources: Mapping[Input, Source]) -> Input | None:
-        """The input of the next stage at which an output is expected that went nowhere: one of its form, of another."""
+    def _expecting_input(self, output: Source, sources: Mapping[Input, Source]) -> Input | None:
+        """Find the input of the next stage, of the same form, that lacks an unused output."""
         shapes = {one.shape for one in self.sent[output]}
         fitting = [
             at
@@ -113,7 +112,7 @@ class Sources:
         return max(fitting, default=None, key=lambda at: at[1] == output[1])
 
     def gives(self, source: Source) -> bool:
-        """Whether it is an output of a stage before the last, and brings a gradient."""
+        """True if it is an output with a gradient, before the last stage."""
         inner = () if source[0] in (None, max(self.stages)) else self.stages[source[0]].calls
         return any(source[1] in call.giving for call in inner)
 
@@ -122,29 +121,29 @@ class Sources:
         return any(at[1] in call.needing for call in self.stages[at[0]].calls)
 
     def came(self, at: Input) -> list[Sketch]:
-        """What came as an input."""
+        """Tensors that arrived at an input."""
         return [call.inputs[at[1]] for call in self.stages[at[0]].calls if at[1] < len(call.inputs)]
 
     def _votes_of(self, at: Input) -> dict[Source, int]:
-        """How much of what came as this input each source sent: data, and the outputs of stages before."""
+        """Count how many tensors of this input each earlier source sent."""
         came = Counter(one.digest for one in self.came(at))
         before = {source: those for source, those in self.sent.items() if source[0] is None or source[0] < at[0]}
         return {source: (came & Counter(one.digest for one in those)).total() for source, those in before.items()}
 
 
 def forms(tensors: Iterable[Sketch]) -> set[tuple[tuple[int, ...], bool]]:
-    """Their shapes, and whether their numbers are rounded: a type may become another of its kind on its way."""
+    """Return shapes, and whether numbers are rounded: casts within a kind are allowed on the way."""
     return {(one.shape, is_rounded(one.dtype)) for one in tensors}
 
 
 def is_target(source: Source) -> bool:
-    """Whether it is a target of the microbatches."""
+    """True if it is a target."""
     stage, number = source
     return stage is None and number >= TARGETS
 
 
 def as_sent(stages: Mapping[int, StageCalls]) -> dict[int, StageCalls]:
-    """``stages``, where what came in another type than it was sent in is what was sent, if every number is the same."""
+    """Undo casts of inputs in ``stages`` if every number survived."""
     calls = [call for here in stages.values() for call in here.calls]
     activation = _in_its_type(one for call in calls for one in call.outputs)
     gradient = _in_its_type(one for call in calls for one in call.input_gradients.values())
@@ -158,7 +157,7 @@ def as_sent(stages: Mapping[int, StageCalls]) -> dict[int, StageCalls]:
 
 
 def _in_its_type(sent: Iterable[Sketch]) -> Callable[[Sketch], Sketch]:
-    """Gives of what came what was ``sent``, where that is the same but for its type."""
-    every = [one for one in sent if one.digest]  # of a sum nobody knows it
+    """Build a function from an arrived tensor to the ``sent`` one, if they differ only in type."""
+    every = [one for one in sent if one.digest]  # a sum has none
     known = {said: one for one in every for said in one.said} | {one.digest: one for one in every}
     return lambda came: next((known[one] for one in (came.digest, *came.said) if one in known), came)

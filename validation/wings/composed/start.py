@@ -1,4 +1,4 @@
-"""How a step that is held against itself begins: what each rank brings, and what all of them agree upon."""
+"""Start of a composed step: what each rank brings, and what all agree upon."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,27 +18,27 @@ from pipeproof.wings.composed.ranks import Peers, RankLines
 from pipeproof.wings.composed.sources import TARGETS, Data
 
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
-_UNSPLIT = "there are replicas, and nobody tells whose microbatches are whose: pass each replica those that it runs"
+_UNSPLIT = "there are replicas, and it is unknown which replica runs which microbatches: pass each replica its own"
 
 
 @dataclass(frozen=True)
 class ChainStart:
-    """What one rank brings: microbatches, if it has them, as ``Chain`` has them; its stages; what it was told.
+    """What one rank brings: microbatches, if known, in the form of ``Chain``; its stages; its options.
 
-    ``first``: by each name of its weights, the first of the same weight. ``together``: so many ranks run the same
-    microbatches, and its stages are cut inside. ``tied``: the names in ``ties=``.
+    ``first``: the first name of each weight, by all its names. ``together``: number of ranks with the same microbatches
+    and stages cut inside. ``tied``: the names in ``ties=``.
     """
 
     data: Data | None
     stages: Sequence[int] = ()
     first: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     together: int = 1
     tied: Sequence[str] = ()
 
     @staticmethod
     def of(given: Pairs | None, own: RankStages, against: AgainstItself, *, together: int = 1) -> "ChainStart":
-        """What a rank with these brings. Raises ``RecordError`` for what is no part of a chain."""
+        """Build a rank's contribution. Raises ``RecordError`` if it fits no chain."""
         if given is not None and not given:
             raise RecordError("microbatches is empty: expected those of the step")
         firsts: dict[int, int] = {}
@@ -55,10 +55,10 @@ class ChainStart:
             for name, one in module.named_parameters()
             for full in [own.rename(stage, name)]
         }
-        return ChainStart(None, tuple(own.modules), first, _told(own, against), together, tuple(tied))
+        return ChainStart(None, tuple(own.modules), first, _shared_options(own, against), together, tuple(tied))
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
-        """The same with its microbatches: of each, its tensors by number, inputs and then targets."""
+        """Return it with microbatches: for each, tensors by number, inputs before targets."""
         if given is None:
             return self
         both = [((0, tensors_in(inputs)), (TARGETS, tensors_in(target))) for inputs, target in given]
@@ -68,11 +68,11 @@ class ChainStart:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks agree upon when the step begins, as this one knows it by its ``lines`` and ``peers``.
+    """Agreement of all ranks at the start of the step, seen from this rank's ``lines`` and ``peers``.
 
-    ``starts``: what each rank brings. ``places``: the ranks and stages of each parameter; ``first``: by each of its
-    names, the first one, which all stages have in common that share it; ``known``: these are all names in the model.
-    ``only``: the one stage that is rerun, if not all are.
+    ``starts``: each rank's contribution. ``places``: ranks and stages of each parameter. ``first``: by each of its
+    names, the first one, common to all stages that share it. ``known``: these are all names in the model. ``only``: the
+    one stage to rerun; None for all.
     """
 
     lines: RankLines = field(default_factory=RankLines)
@@ -87,44 +87,44 @@ class Agreed:
     def of(
         cls, run: Run, rank: int, arrivals: Sequence[Arrival], starts: Sequence[ChainStart], *, bound_s: float
     ) -> Self:
-        """What follows from what ranks bring to ``run``, of which ``rank`` is one. ``bound_s``: how long they wait."""
+        """Derive the agreement for ``rank`` from all contributions to ``run``. ``bound_s``: the longest wait."""
         lines = RankLines.of(run, rank, arrivals, together=max(one.together for one in starts))
         first = {name: one for start in starts for name, one in start.first.items()}
         return cls(lines, Peers(rank, [one.stages for one in starts], bound_s), starts, places_of(arrivals), first)
 
     @property
     def problems(self) -> dict[int, str]:
-        """Why this is no chain, by the rank that says so; nothing if it is."""
+        """Reasons why this forms no chain, by rank; empty if it does."""
         return problems_of(self.starts, self.lines.run.replicas) or ({} if self.lines.split else {0: _UNSPLIT})
 
     @property
     def data(self) -> Data:
-        """The microbatches of this rank's line."""
+        """Microbatches of this rank's line."""
         return self.data_of(self.lines.own) if self.starts else []
 
     def data_of(self, line: int) -> Data:
-        """The microbatches of a line."""
+        """Return a line's microbatches."""
         return next(one.data for one in self.lines.of_line(self.starts, line) if one.data is not None)
 
     @property
     def last(self) -> int:
-        """The number of the last stage."""
+        """Number of the last stage."""
         return max(stage for one in self.starts for stage in one.stages)
 
     @property
     def placement(self) -> list[int]:
-        """The rank of every stage of this line."""
+        """Rank of every stage in this line."""
         own = self.lines.of_line([(rank, one.stages) for rank, one in enumerate(self.starts)])
         return [rank for _, rank in sorted((stage, rank) for rank, stages in own for stage in stages)]
 
     @property
     def alike(self) -> bool:
-        """Whether all replicas have the same number of microbatches."""
+        """True if all replicas have equally many microbatches."""
         return len({len(one.data) for one in self.starts if one.data is not None}) == 1
 
     @cached_property
     def copies(self) -> dict[str, dict[int, str]]:
-        """By its first name, each parameter that several stages hold: what each of them calls it."""
+        """Names of each shared parameter, by its first name and stage."""
         found: dict[str, dict[int, str]] = {}
         for name, those in self.places.items():
             for _, stage in those:
@@ -133,14 +133,14 @@ class Agreed:
 
 
 def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[int, str]:
-    """Why what ranks bring is no chain in each of their ``replicas``, by the rank that says so; nothing if it is."""
+    """Return reasons why a replica's ranks form no chain, by rank; empty if they do."""
     first: dict[str, tuple[int, object]] = {}
     ranks: dict[int, list[int]] = {}
     for rank, start in enumerate(starts):
-        for word, told in start.told.items():
-            of, other = first.setdefault(word, (rank, told))
-            if told != other:
-                return {rank: f"{word} is {told}, and {other} on rank {of}: give all ranks the same"}
+        for word, value in start.options.items():
+            of, other = first.setdefault(word, (rank, value))
+            if value != other:
+                return {rank: f"{word} is {value}, and {other} on rank {of}: give all ranks the same"}
         for stage in start.stages:
             ranks.setdefault(stage, []).append(rank)
     for stage, those in sorted(ranks.items()):
@@ -150,22 +150,22 @@ def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[i
     if lost := [name for start in starts for name in start.tied if name not in names]:
         return {0: f"ties has {lost[0]!r}, which no stage holds: give the names that weights have in the model"}
     if gone := sorted({*range(max(ranks, default=0) + 1)} - ranks.keys()):
-        return {0: f"nobody has stage {gone[0]}: number the stages from 0, along the data path"}
+        return {0: f"no rank has stage {gone[0]}: number the stages from 0, along the data path"}
     return {}
 
 
 def names_in(model: nn.Module) -> dict[str, str]:
-    """By each name of a parameter in the model, the first one."""
+    """Map each parameter name in the model to the parameter's first name."""
     first: dict[int, str] = {}
     return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}
 
 
-def _told(own: RankStages, against: AgainstItself) -> dict[str, Any]:
-    """What all ranks must be told alike. A rank that has nothing to train needs no optimizer."""
-    told = {word: getattr(against.contract, word) for word in ("loss_divisor", "loss_scale", "warmup", "ties")}
-    told |= {word: getattr(against, word) for word in ("max_norm", "stages", "every")}
-    told["accumulation"] = str(against.accumulation)
+def _shared_options(own: RankStages, against: AgainstItself) -> dict[str, Any]:
+    """Return the options that all ranks must share. A rank without trainable weights needs no optimizer."""
+    options = {word: getattr(against.contract, word) for word in ("loss_divisor", "loss_scale", "warmup", "ties")}
+    options |= {word: getattr(against, word) for word in ("max_norm", "stages", "every")}
+    options["accumulation"] = str(against.accumulation)
     trains = any(one.requires_grad for module in own.modules.values() for one in module.parameters())
     for word in ("scaler", "build", *(("optimizer", "masters") if trains else ())):
-        told[word] = "not given" if getattr(against, word) is None else "given"
-    return told
+        options[word] = "not given" if getattr(against, word) is None else "given"
+    return options

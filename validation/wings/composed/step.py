@@ -1,6 +1,6 @@
-"""A step of a user's own, run on the ranks of a world, and the stages that ranks handed back: then it is checked.
+"""A user's step, run on a world's ranks, and the check of the stages that they hand back.
 
-Which stage each module is, the contract says, or the model's names, a trace, or the ranks.
+The contract, the model's names, a trace, or the ranks give each module's stage.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.initial_weights import FirstUse
-from pipeproof.core.observe.posted_messages import Message, Sent, noted_messages, sent_messages
-from pipeproof.core.observe.shards import InShards, held_here
+from pipeproof.core.observe.posted_messages import Message, Sent, list_sent, note_messages
+from pipeproof.core.observe.shards import InShards, local_tensor
 from pipeproof.core.observe.watching import Watcher, watching
 from pipeproof.core.reason import Reason
 from pipeproof.core.replicas import Replicas
@@ -24,8 +24,8 @@ from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.step_record import Pairs
-from pipeproof.whitebox.handed_back import FlatShard, HandBackError, HandedBack, understood
-from pipeproof.whitebox.matching import renamed
+from pipeproof.whitebox.handed_back import FlatShard, HandBackError, StepResult, understood
+from pipeproof.whitebox.matching import rename
 from pipeproof.whitebox.rank import ModulePart, Origin, RankOrder, parameters_of
 from pipeproof.whitebox.stages_in_order import Flow, PlacedStage, in_order
 from pipeproof.wings.composed.check import ComposedCheck
@@ -36,12 +36,12 @@ from pipeproof.worlds.worker import RankContext
 
 _NAMED = "names= gives each weight its name in the whole model, of a name, a rank and the module's number there"
 _MODEL = (
-    "nobody builds the whole model here: the step is given what build= of Composed makes on the meta device, or None; "
+    "no whole model is built here: the step is given what build= of StageByStage makes on the meta device, or None; "
     "let it make the weights of its own stages"
 )
 _UNKNOWN = (
     "{} handed back modules, and nothing tells in which order they are the stages: say stages= of the contract, give "
-    "Composed a build=, which makes the whole model on the meta device, or hand back a trace"
+    "StageByStage a build=, which makes the whole model on the meta device, or hand back a trace"
 )
 _STRANGER = (
     "{} handed back a module with {}, and the model of build= does not tell which stage that is: say names=, if its "
@@ -50,10 +50,10 @@ _STRANGER = (
 
 
 @dataclass(frozen=True)
-class Composed(AgainstItself):
-    """A step is held against itself, link by link, so that no rank needs more of the model than it has.
+class StageByStage(AgainstItself):
+    """Check a step link by link, without a reference: each rank needs only its part of the model.
 
-    It is given what ``AgainstItself`` has, which says what each field means: ``Composed(loss_fn, build=build_model)``.
+    Its fields are documented at ``AgainstItself``: ``StageByStage(loss_fn, build=build_model)``.
     """
 
     def check_of(
@@ -67,13 +67,13 @@ class Composed(AgainstItself):
     ) -> ComposedCheck:
         return ComposedCheck(modules, microbatches, against=self, rename=rename, timeout_s=timeout_s, turn=turn)
 
-    def checked(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
-        __tracebackhide__ = True  # what is told of a failure begins in the user's own code
+    def check_on_rank(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
+        __tracebackhide__ = True  # a failure's traceback begins in the user's own code
         deterministic(context.device)
         given, own = (order.operations(context.rank, context.device)[0].microbatches for _ in range(2))
         model, watcher = order.build(), Watcher(keep=self.keep)
         origin = Origin(nn.Module() if model is None else model)
-        with noted_messages(), watching(watcher), FirstUse(()) as first_use:
+        with note_messages(), watching(watcher), FirstUse(()) as first_use:
             try:
                 handed = understood(order.step(model, own), order.name, order.contract)
             except Exception as error:
@@ -82,18 +82,18 @@ class Composed(AgainstItself):
                 raise
             finally:
                 watcher.close()
-            made = _StepOnRank(context.rank, order, handed, origin, watcher, sent_messages())
+            made = _StepOnRank(context.rank, order, handed, origin, watcher, list_sent())
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
         stages = made.stages(whole, bound_s)
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
         named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=replace(self, contract=said), rename=named, timeout_s=bound_s)
         with _as_begun(stages, first_use):
-            check.seen_by(watcher)
+            check.take(watcher)
             if why := first_use.weights.broken or first_use.sums.broken:
-                check.refuse(f"what the step began with was not seen: {why}")
+                check.refuse(f"what the step began with was not observed: {why}")
             with check:
-                check.begin(made.begun(stages, first_use))
+                check.begin(made.initial_gradients(stages, first_use))
                 check.gradients(made.gradients(stages))
                 check.report(losses=handed.by_microbatch or None, loss=handed.whole_loss, norm=handed.norm)
         return check.verdict
@@ -101,11 +101,11 @@ class Composed(AgainstItself):
 
 @dataclass(frozen=True)
 class _StepOnRank:
-    """What a step handed back on a rank, with what is known of its modules; ``sent``: the messages of this rank."""
+    """A rank's step result, with facts about its modules; ``sent``: its messages."""
 
     rank: int
     order: RankOrder
-    handed: HandedBack
+    handed: StepResult
     origin: Origin
     watcher: Watcher
     sent: Mapping[Message, Sent]
@@ -117,13 +117,13 @@ class _StepOnRank:
         modules, contract = self._modules, self.order.contract
         calls = [self.watcher.calls(module, warmup=contract.warmup) or [] for module in modules]
         names = [frozenset(self._names[id(module)].values()) for module in modules]
-        mine = Modules(names, [Flow.of(one) for one in calls], told_by(self.handed.actions(self.rank), calls))
+        mine = Modules(names, [Flow.of(one) for one in calls], stages_of_actions(self.handed.actions(self.rank), calls))
         every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(
             (mine, self.sent), what="the modules that were handed back", bound_s=bound_s
         )
         sent = {message: what for _, messages in every for message, what in messages.items()}
         for call in (call for one in calls for call in one):
-            call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
+            call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
         known = self.order.replicas, whole, self.order.name, contract.stages
         own = stage_numbers([one for one, _ in every], *known)[self.rank]
         if len({*own}) < len(modules):
@@ -131,12 +131,12 @@ class _StepOnRank:
         return dict(zip(own, modules, strict=True))
 
     def _wrong(self) -> Iterator[str]:
-        """What was handed back and cannot be run again, or compared."""
+        """Yield results that cannot be rerun or compared."""
         handed = self.handed
         if not handed.modules and handed.gradients is not None:
             yield "gradients alone: hand back its modules, too, for they run again"
         for number, module in enumerate(handed.modules):
-            if self.watcher.watched(module) is None:
+            if self.watcher.find_watched(module) is None:
                 yield f"module {number}, which was not watched: call watch(module) before its first call"
         if handed.outputs:
             yield "outputs, which no whole model is there to give: leave them out"
@@ -145,31 +145,31 @@ class _StepOnRank:
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        return [found for one in self.handed.modules if (found := self.watcher.watched(one)) is not None]
+        return [found for one in self.handed.modules if (found := self.watcher.find_watched(one)) is not None]
 
     @cached_property
     def _names(self) -> dict[int, dict[str, str]]:
-        """By the id of a watched module: what its parameters are called in the whole model, by their names in it."""
+        """Return the whole model's parameter names by module id and name in the module."""
         said = self.handed.names if self.order.contract.names is None else self.order.contract.names
         return {
             id(module): {
-                name: renamed(said, name, rank=self.rank, chunk=chunk) or self.origin.name(holder, leaf, one) or name
+                name: rename(said, name, rank=self.rank, chunk=chunk) or self.origin.name(holder, leaf, one) or name
                 for name, holder, leaf, one in parameters_of(module)
             }
             for chunk, module in enumerate(self._modules)
         }
 
     def name(self, module: nn.Module, name: str) -> str:
-        """What a parameter of a watched ``module`` is called in the whole model."""
+        """Return a parameter's name in the whole model."""
         return self._names[id(module)].get(name, name)
 
-    def begun(self, stages: Mapping[int, nn.Module], first_use: FirstUse) -> dict[str, Tensor]:
-        """What gradients were added to, where that was not zero."""
-        found = {name: first_use.begun(one) for name, one in self._parameters(stages)}
+    def initial_gradients(self, stages: Mapping[int, nn.Module], first_use: FirstUse) -> dict[str, Tensor]:
+        """Return nonzero initial gradients."""
+        found = {name: first_use.initial_gradient(one) for name, one in self._parameters(stages)}
         return {name: one for name, one in found.items() if one is not None}
 
     def gradients(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor | FlatShard | None] | None:
-        """Those that were handed back; None where they are in ``.grad``."""
+        """Return the gradients handed back; None if in ``.grad``."""
         known = self.handed.by_parameter
         return None if known is None else {name: known.get(id(one)) for name, one in self._parameters(stages)}
 
@@ -181,7 +181,7 @@ class _StepOnRank:
 
 @contextmanager
 def _as_begun(stages: Mapping[int, nn.Module], first_use: FirstUse) -> Iterator[None]:
-    """While this is open, weights are those that the step began with."""
+    """Set weights to their initial values while open."""
     left = list[tuple[Tensor, Tensor]]()
     with torch.no_grad():
         for module in stages.values():
@@ -189,8 +189,8 @@ def _as_begun(stages: Mapping[int, nn.Module], first_use: FirstUse) -> Iterator[
                 if isinstance(one, InShards):
                     begun = first_use.part_of(one)
                 else:
-                    begun = None if (seen := first_use.of(one, holder, leaf)) is None else seen.value
-                here = held_here(one).detach()
+                    begun = None if (observed := first_use.of(one, holder, leaf)) is None else observed.value
+                here = local_tensor(one).detach()
                 if begun is not None and not same_bits(begun, here.cpu()):
                     left.append((here, here.clone()))
                     here.copy_(begun)
@@ -203,18 +203,18 @@ def _as_begun(stages: Mapping[int, nn.Module], first_use: FirstUse) -> Iterator[
 
 @dataclass(frozen=True)
 class Modules:
-    """What a rank handed back: the ``names`` of each module's parameters in the whole model, and what passed it.
+    """A rank's modules: the ``names`` of each module's parameters in the whole model, and its tensors.
 
-    ``told``: the stage of each, as a trace has it; None where there is none.
+    ``traced``: each module's stage in a trace; None without one.
     """
 
     names: Sequence[frozenset[str]]
     flows: Sequence[Flow] = ()
-    told: Sequence[int] | None = None
+    traced: Sequence[int] | None = None
 
 
-def told_by(actions: Sequence[Action] | None, calls: Sequence[Sequence[Call]]) -> list[int] | None:
-    """The stage of each module, where a rank's ``actions`` have a forward for each of the modules' ``calls``."""
+def stages_of_actions(actions: Sequence[Action] | None, calls: Sequence[Sequence[Call]]) -> list[int] | None:
+    """Return each module's stage, if ``actions`` has a forward for each of its ``calls``."""
     forwards = [action.stage for action in actions or () if action.kind is Kind.FORWARD]
     order = sorted((call.began or 0, number) for number, own in enumerate(calls) for call in own)
     if len(forwards) != len(order):
@@ -226,32 +226,32 @@ def told_by(actions: Sequence[Action] | None, calls: Sequence[Sequence[Call]]) -
 def stage_numbers(
     every: Sequence[Modules], replicas: Replicas, whole: Collection[str], step: str, said: Sequence[Sequence[int]] = ()
 ) -> Sequence[Sequence[int]]:
-    """The stage of each module of ``every`` rank.
+    """Number the stage of each module on ``every`` rank.
 
-    ``whole``: the model's names in order, where that is known. ``said``: what the contract says of a pipeline's ranks.
-    Raises ``HandBackError`` where nothing tells, or ``said`` is otherwise than what was handed back.
+    ``whole``: the model's names in order, if known. ``said``: a pipeline's stages by rank, from the contract. Raises
+    ``HandBackError`` if the stages remain unknown, or contradict ``said``.
     """
     if said:
         both = zip(every, replicas.places, strict=True)
-        return [_declared(rank, one, said[place : place + 1]) for rank, (one, place) in enumerate(both)]
+        return [_stages_declared(rank, one, said[place : place + 1]) for rank, (one, place) in enumerate(both)]
     if whole:
         return _by_names(every, whole, step)
-    if all(one.told is not None for one in every):
-        return [one.told or () for one in every]
+    if all(one.traced is not None for one in every):
+        return [one.traced or () for one in every]
     return _by_ranks(every, replicas.places, step)
 
 
-def _declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The numbers that the contract has for ``rank``; none where ``said`` is empty."""
+def _stages_declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the contract's stages for ``rank``; empty without ``said``."""
     own = [number for numbers in said for number in numbers]
-    if len(own) != len(one.names) or one.told not in (None, own):
-        seen = some(len(one.names), "module") if one.told is None else f"the stages {one.told}"
-        raise HandBackError(f"stages of the contract has {own} for rank {rank}, which handed back {seen}: mend one")
+    if len(own) != len(one.names) or one.traced not in (None, own):
+        observed = some(len(one.names), "module") if one.traced is None else f"the stages {one.traced}"
+        raise HandBackError(f"stages of the contract has {own} for rank {rank}, which handed back {observed}: mend one")
     return own
 
 
 def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
-    """By the order in which the model has the names of each; of replicas all have the same."""
+    """Number stages by the order of names in the model; replicas share them."""
     known = frozenset(whole)
     found = dict[frozenset[str], PlacedStage]()
     for rank, one in enumerate(every):
@@ -265,7 +265,7 @@ def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> li
 
 
 def _by_ranks(every: Sequence[Modules], places: Sequence[int], step: str) -> list[list[int]]:
-    """As ranks are numbered, if each has one module at most, and tensors went no other way."""
+    """Number stages by rank, if each has at most one module and tensors follow the ranks."""
     order = sorted({place for place, one in zip(places, every, strict=True) if one.names})
     numbers = [[order.index(place) for _ in one.names] for place, one in zip(places, every, strict=True)]
     flows = [(own[0], one.flows[0]) for own, one in zip(numbers, every, strict=True) if own]

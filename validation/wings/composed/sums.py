@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.core.observe.shards import Shard, untiled
+from pipeproof.core.observe.shards import Shard, find_untiled
 from pipeproof.core.tolerance import Floor
 from pipeproof.explain.tied import Shares, shares_of
-from pipeproof.reference.accumulation import added
+from pipeproof.reference.accumulation import add_parts
 from pipeproof.wings.composed.ranks import Peers
 from pipeproof.wings.composed.rounding import length_in_pieces
 from pipeproof.wings.composed.shards import OwnShards
@@ -23,7 +23,7 @@ _Share = tuple[str, int]  # a parameter's first name, and a stage
 
 @dataclass(frozen=True)
 class _Lengths:
-    """The norms of this replica's sum, of ``every`` replica's, added up, and of the ``whole`` sum."""
+    """Norms of a sum: this replica's, ``every`` replica's together, and the ``whole``."""
 
     own: float
     every: float
@@ -32,11 +32,10 @@ class _Lengths:
 
 @dataclass
 class ReplicaSums:
-    """The sums of this rank's stages over all replicas, which its ``peers`` have.
+    """Sums of this rank's gradients over all replicas, on its ``peers``.
 
-    ``own``: this rank's parameters; ``together``: how many peers have the same sum, as parts of one replica. ``hooks``:
-    the names of those through which gradients are reduced. ``untiled``: the gradients that ranks have parts of which
-    are not all of it, and why.
+    ``own``: this rank's parameters. ``together``: number of peers with the same sum, as parts of a replica. ``hooks``:
+    DDP's communication hooks, by name. ``untiled``: gradients whose parts leave gaps, with reasons.
     """
 
     exchange: Exchange
@@ -47,16 +46,16 @@ class ReplicaSums:
     untiled: dict[str, str] = field(default_factory=dict)
     _lengths: dict[str, _Lengths] = field(default_factory=dict)
 
-    def summed(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """``sums``, which are used up, over all replicas.
+    def sum(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Sum over all replicas, consuming ``sums``.
 
-        Every rank calls this. It calls ``all_reduce`` for each of them.
+        Every rank calls this. It calls ``all_reduce`` for each parameter.
         """
         group = self.peers.group()
         if group is None:
             self._find_untiled([self.own.gradients])
             return dict(sums)
-        # Whoever raises here is missed at the gathering, which is bounded.
+        # The gathering, with its time limit, misses a rank that raises here.
         lengths = {name: length_in_pieces(one) for name, one in sums.items() if one is not None}
         mine, what = (lengths, self.own.gradients), "which parameters of replicas have gradients"
         every = self.exchange.gather(mine, what=what, bound_s=self.peers.bound_s)
@@ -68,7 +67,7 @@ class ReplicaSums:
         for name in sorted({name for one in given for name in one}):
             site = places[name], id(parameters[name])
             if site not in found:
-                found[site] = self._reduced(group, sums.get(name), name)
+                found[site] = self._reduce(group, sums.get(name), name)
             each = math.fsum(one.get(name, 0.0) for one in given) / self.together
             self._lengths[name] = _Lengths(lengths.get(name, 0.0), each, length_in_pieces(found[site]))
             wholes[name] = found[site]
@@ -76,11 +75,11 @@ class ReplicaSums:
 
     @property
     def replicas(self) -> int:
-        """How many there are of what this rank has."""
+        """Number of replicas."""
         return len(self.peers.ranks) // self.together
 
     def floor(self, name: str, own: Floor) -> Floor:
-        """What rounding does to the sum of all replicas, where it does ``own`` to this one's: as much to each."""
+        """Scale the floor ``own`` from this replica to the sum over all: each rounds as much."""
         lengths, narrow = self._lengths.get(name), self.own.reduced_in.get(name)
         own = own if narrow is None else own.through(narrow)
         if lengths is None:
@@ -88,13 +87,13 @@ class ReplicaSums:
         return own.of_sum(lengths.own, parts=self.replicas, whole=lengths.whole, every=lengths.every)
 
     def size(self, name: str, own: Tensor) -> float:
-        """The norm of what this replica has summed up; ``own``: that, if it was not used up for the sum of all."""
+        """Norm of this replica's sum; ``own``: the sum, unless consumed."""
         return self._lengths[name].own if name in self._lengths else length_in_pieces(own)
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
-        """Find gradients of which ``parts``, those of all peers, are not all: a rank without one has it whole.
+        """Find gradients whose ``parts`` on all peers leave gaps; a rank without a shard has the whole gradient.
 
-        One of which no rank has anything is no gradient.
+        A gradient absent on all ranks does not count.
         """
         for name in dict.fromkeys(name for one in parts for name in one):
             if not all(name in one for one in parts):
@@ -103,11 +102,11 @@ class ReplicaSums:
                 del self.own.gradients[name]
             else:
                 size = (math.prod(self.own.stages.shapes[name]),)
-                if why := untiled([replace(one[name], shape=size) for one in parts]):
+                if why := find_untiled([replace(one[name], shape=size) for one in parts]):
                     self.untiled[name] = why
 
-    def _reduced(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
-        """The sum of one parameter, of which this replica may have nothing."""
+    def _reduce(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
+        """Sum one parameter's gradient over the group; this replica may lack one."""
         if own is None:
             own = self.own.stages.parameters[name].new_zeros(self.own.stages.shapes[name])
         wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
@@ -117,11 +116,11 @@ class ReplicaSums:
 
 @dataclass
 class StageShares:
-    """The shares of parameters that this rank holds copies of, from all stages that do.
+    """Shares of parameters that several stages copy, from all of these stages.
 
-    ``first``: the name that all copies of a parameter have in common. ``copies``: what each stage calls a parameter
-    that several hold, by its first name; ``own``: the stage in which this rank holds one, by name. Shares go through
-    the ``exchange``, of each ``replica`` apart.
+    ``first``: the common name of a parameter's copies. ``copies``: each stage's name of a copy, by the first name.
+    ``own``: this rank's stage with a copy, by name. Shares pass through the ``exchange``, separately for each
+    ``replica``.
     """
 
     exchange: Exchange
@@ -134,14 +133,14 @@ class StageShares:
     known: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     def stages_of(self, names: Iterable[str]) -> dict[str, set[int]]:
-        """Of those of ``names`` that several stages hold copies of, these stages."""
+        """Return the stages with copies, for each of ``names``."""
         shared = {name: self.copies.get(self.first.get(name, name)) for name in names}
         return {name: {*stages} for name, stages in shared.items() if stages is not None}
 
     def join(self, sums: Mapping[str, Tensor | None] | None) -> dict[str, Tensor | None]:
-        """The whole sum of each copy that this rank holds, where ``sums`` are its own; None: it has none to give.
+        """Return the whole sum of each local copy; ``sums``: this rank's shares, or None.
 
-        Every rank calls this. Raises ``RanksAbsent`` for shares that do not come.
+        Every rank calls this. Raises ``RanksAbsent`` for missing shares.
         """
         if not self.copies:
             return {}
@@ -156,14 +155,14 @@ class StageShares:
         for first in dict.fromkeys(first for first, _, _ in here):
             stages = [stage for stage in sorted(self.copies[first]) if (first, stage) in there]
             self.known[first] = {stage: self._share((first, stage), given) for stage in stages}
-        return {name: added(list(self.known[first].values())) for first, _, name in here}
+        return {name: add_parts(list(self.known[first].values())) for first, _, name in here}
 
-    def looked_at(self, name: str, observed: Tensor | None, limit: float) -> Shares:
-        """What this rank's copy is made of; ``limit``: what is rounding of it."""
+    def look_at(self, name: str, observed: Tensor | None, limit: float) -> Shares:
+        """Return the shares in this rank's copy; ``limit``: its rounding."""
         return shares_of((self.own[name], name), observed, self.known[self.first.get(name, name)], limit)
 
     def clear(self) -> None:
-        """Take back what was laid out."""
+        """Delete published shares."""
         self.exchange.clear(self.given)
 
     def _share(self, key: _Share, given: Mapping[_Share, Tensor]) -> Tensor:

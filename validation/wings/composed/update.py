@@ -1,4 +1,4 @@
-"""What a step made of a rank's weights, beside what a copy of its optimizer makes of the same gradients."""
+"""A step's update of a rank's weights, compared with the update by a copy of its optimizer."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,23 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.comparison import Comparison, ExpectedOperation
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import precision_among
 from pipeproof.core.observe.digest import digest
-from pipeproof.core.observe.shards import added_up, held_here
+from pipeproof.core.observe.shards import add_partial, local_tensor
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import same_bits
-from pipeproof.core.verdict import raised
+from pipeproof.core.verdict import describe_error
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
-from pipeproof.reference.copied import copied
+from pipeproof.reference.copied import deep_copy
 from pipeproof.wings.composed.rounding import Unmeasured
 
 LAW = "updated-parameters"
 _MASTER = "its master copy, in its own type"
-_BY_ELEMENT = (  # what these make of an element depends on no other
+_BY_ELEMENT = (  # optimizers that treat elements independently
     optim.ASGD,
     optim.Adadelta,
     optim.Adagrad,
@@ -45,18 +45,18 @@ _BY_ELEMENT = (  # what these make of an element depends on no other
 
 @dataclass(frozen=True)
 class Update:
-    """Weights by the model's names, ``before`` and ``after`` the optimizer's step; of shards, this rank's part."""
+    """Weights by the model's names, ``before`` and ``after`` the optimizer's step; of shards, the local part."""
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
 
 
 class WeightsAfter:
-    """Compares the weights of ``own`` after the step with what copies of its optimizers make of them.
+    """Compare the weights of ``own`` after the step with the update by copies of its optimizers.
 
-    ``masters``: the copies in a wider type that optimizers hold in place of weights, by weight. Optimizers move these,
-    and each weight must be its copy in its own type, before the step and after it.
-    ``foreseen``: somebody asked what optimizers make of weights. ``causes``: why weights are not their copies.
+    ``masters``: the optimizers' wider copies of weights, by weight. Optimizers move these, and each weight must equal
+    its rounded copy, before the step and after it. ``foreseen``: a prediction was requested. ``causes``: why weights
+    differ from their copies.
     """
 
     def __init__(self, own: RankStages, ledger: Ledger, masters: Mapping[nn.Parameter, Tensor] | None = None) -> None:
@@ -77,7 +77,7 @@ class WeightsAfter:
         *,
         factor: float | None,
     ) -> None:
-        """Work out what ``optimizers`` are going to make of ``parameters``, both by the model's names.
+        """Predict the update of ``parameters`` by ``optimizers``, both by the model's names.
 
         Gradients are multiplied by ``factor`` first; None: the step is skipped. Masters get theirs from ``gradients``.
         """
@@ -85,26 +85,26 @@ class WeightsAfter:
         given = {name: one for name, one in gradients.items() if name in self._masters}
         kinds = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         try:
-            self._update = expected_update(optimizers, held, given, factor)
+            self._update = expect_update(optimizers, held, given, factor)
             self.foreseen = True
         except RecordError as error:
             self.give_up(f"what {kinds} makes of gradients is not known: {error}")
-        except Exception as error:  # no one type: it is the user's code
-            self.give_up(f"a copy of {kinds} cannot take its step: it raised {raised(error)}")
+        except Exception as error:  # all types: user code
+            self.give_up(f"a copy of {kinds} cannot take its step: it raised {describe_error(error)}")
 
     def give_up(self, why: str) -> None:
-        """Say ``why`` it is not known what optimizers make of weights."""
+        """Record ``why`` the update is unknown."""
         self._ledger.doubt(LAW, why, Reason.OPTIMIZER)
         self.foreseen = True
 
     def enter(self, begun: Mapping[int, Mapping[str, bytes]], *, rank: int) -> None:
-        """Enter what became of them. ``begun``: digests of the weights before the step, by stage and name in it."""
+        """Enter the result of the comparison. ``begun``: digests of the initial weights, by stage and name."""
         if not self.foreseen:
             return
         if self._update is not None:
             before, after = self._update.before, self._update.after
-            due = Due("train", (), (), before=before, parameters=after)
-            at = Comparison(due, Unmeasured(precision_among(before.values())), self._ledger)
+            expected = ExpectedOperation("train", (), (), before=before, parameters=after)
+            at = Comparison(expected, Unmeasured(precision_among(before.values())), self._ledger)
             for name, one in self._own.parameters.items():
                 if name in after:
                     at.parameter(name, self._masters.get(name, one), rank=rank, stage=self._own.places[name])
@@ -118,7 +118,7 @@ class WeightsAfter:
                 if (full := self._own.rename(stage, name)) not in after:
                     if one.requires_grad:
                         trained.append(full)
-                    elif digest(held_here(one)) != before[name]:
+                    elif digest(local_tensor(one)) != before[name]:
                         moved.append(full)
         self._ledger.leave_out(LAW, trained, "optimizer= does not hold them", Reason.OPTIMIZER)
         self._ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them", Reason.OPTIMIZER)
@@ -134,12 +134,12 @@ class WeightsAfter:
             if not holds:
                 wrong.setdefault(stage, []).append(name)
         for stage, names in wrong.items():
-            single, told = names[0] if len(names) == 1 else None, self._told(names)
-            detail = told if single else f"{first_few(names)}: {told}"
+            single, change = names[0] if len(names) == 1 else None, self._describe(names)
+            detail = change if single else f"{first_few(names)}: {change}"
             self.causes.append(Cause("update", rank=rank, stage=stage, parameter=single, detail=detail))
 
-    def _told(self, names: Sequence[str]) -> str:
-        """What happened to these weights, if the same happened to all."""
+    def _describe(self, names: Sequence[str]) -> str:
+        """Describe the mismatch of these weights, if all have the same."""
         if self._unlike.issuperset(names):
             return "as the step began, not the master copy in its own type"
         still = all(same_bits(self._own.parameters[name].detach(), self._before[name]) for name in names)
@@ -149,47 +149,47 @@ class WeightsAfter:
 
     def _is_copied(self, name: str) -> bool:
         weight = self._own.parameters[name].detach()
-        return same_bits(held_here(self._masters[name]).detach().to(weight.dtype), weight)
+        return same_bits(local_tensor(self._masters[name]).detach().to(weight.dtype), weight)
 
 
-def expected_update(
+def expect_update(
     optimizers: Sequence[Optimizer],
     parameters: Mapping[str, Tensor],
     given: Mapping[str, Any],
     factor: float | None,
 ) -> Update:
-    """What copies of ``optimizers`` make of copies of ``parameters``, before they step themselves.
+    """Predict the update of ``parameters`` by copies of ``optimizers``, before they step.
 
-    ``given``: gradients that are not in ``.grad`` yet, by name. It takes the memory of weights and states once more.
-    Raises ``RecordError`` where a copy does not do what the optimizer does.
+    ``given``: gradients outside ``.grad``, by name. It needs memory for another copy of weights and states. Raises
+    ``RecordError`` if a copy behaves differently from its optimizer.
     """
     parts = [part for one in optimizers for part in _with_inner(one)]
     for part in parts:
         _check(part)
     own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
     some = {name: one for name, one in parameters.items() if id(one) in own}
-    before = {name: held_here(one).detach().clone() for name, one in some.items()}
+    before = {name: local_tensor(one).detach().clone() for name, one in some.items()}
     if factor is None:
         return Update(before, before)
     copies, twins = _twins(some, parts)
     for name, copy in copies.items():
         gradient = given[name] if name in given else some[name].grad
-        here = None if gradient is None else held_here(added_up(gradient, some[name])).detach()
+        here = None if gradient is None else local_tensor(add_partial(gradient, some[name])).detach()
         copy.grad = None if here is None else here.to(copy.dtype) * factor
     with torch.enable_grad():
-        for one in optimizers:  # which step those inside them
+        for one in optimizers:  # these step the inner ones
             twins[id(one)].step()
-    moved = [name for name, one in some.items() if not same_bits(held_here(one).detach(), before[name])]
+    moved = [name for name, one in some.items() if not same_bits(local_tensor(one).detach(), before[name])]
     with torch.no_grad():
         for name in moved:
-            held_here(some[name]).copy_(before[name])
+            local_tensor(some[name]).copy_(before[name])
     if moved:
         raise RecordError("its copy moved the weights themselves, which are put back")
     return Update(before, {name: copy.detach() for name, copy in copies.items()})
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer``, and those that its attributes hold."""
+    """Return ``optimizer`` and the optimizers among its attributes."""
     found = [optimizer]
     for one in found:
         inner = [leaf for leaf in tree_leaves([*vars(one).values()]) if isinstance(leaf, Optimizer)]
@@ -198,25 +198,25 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise ``RecordError`` where a copy does not do what ``optimizer`` does: its class's step, on what is here."""
+    """Raise ``RecordError`` unless a copy steps like ``optimizer``: by its class's step, on local data."""
     own, kind = vars(optimizer), type(optimizer)
     hooks = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")]
     hooks += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    step = own.get("step")  # one that a schedule of the learning rate puts there counts its calls, and no more
+    step = own.get("step")  # a learning rate schedule's replacement only counts calls
     counts = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is kind.step
     if any(hooks) or not (step is None or counts):
         raise RecordError("its step has hooks, or was replaced by another function")
     weights = (one for group in optimizer.param_groups for one in group["params"])
-    if kind not in _BY_ELEMENT and any(held_here(one) is not one for one in weights):
+    if kind not in _BY_ELEMENT and any(local_tensor(one) is not one for one in weights):
         raise RecordError("it has shards, and may look at whole weights")
 
 
 def _twins(
     parameters: Mapping[str, Tensor], parts: Sequence[Optimizer]
 ) -> tuple[dict[str, nn.Parameter], dict[int, Optimizer]]:
-    """Copies of ``parameters`` by name, and of ``parts`` by id, with all attributes but hooks: torch's own lose some.
+    """Copy ``parameters`` by name, and ``parts`` by id with all attributes but hooks, because torch's copies lose some.
 
-    In place of shards they have what this rank holds of them.
+    Shards are replaced by their local parts.
     """
     blank = {id(one): type(one).__new__(type(one)) for one in parts}
     instead: dict[int, object] = {**blank}
@@ -231,10 +231,10 @@ def _twins(
     ]
     given: Any = dict(parameters), attributes
     for one in tree_leaves(given):
-        if isinstance(one, Tensor) and (here := held_here(one)) is not one:
+        if isinstance(one, Tensor) and (here := local_tensor(one)) is not one:
             here = here.detach().clone()
             instead[id(one)] = nn.Parameter(here, one.requires_grad) if isinstance(one, nn.Parameter) else here
-    copies, attributes = copied(given, instead=instead)
+    copies, attributes = deep_copy(given, instead=instead)
     for part, own in zip(parts, attributes, strict=True):
         blank[id(part)].__dict__.update(own)
     return copies, blank

@@ -1,4 +1,4 @@
-"""Weights as a step begins: which are one, which must be equal, and which merely are."""
+"""Initial weights: shared, required to be equal, or equal by chance."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.digest import contents
 from pipeproof.core.observe.elements import bits
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 from pipeproof.core.observe.sketch import FEW
 from pipeproof.core.reason import Reason
 from pipeproof.reference.step import Site
 from pipeproof.wings.composed.shards import OwnShards
 
-Weights = Mapping[Site, tuple[str, bytes]]  # of a rank: which part of each parameter it has, and the digest of that
+Weights = Mapping[Site, tuple[str, bytes]]  # a rank's part of each parameter, with digest
 RENAMED = "rename= gives each weight its name in the whole model, as lambda stage, name: f'{stage}.{name}'"
 
 _LAW = "initial-weights"
@@ -34,7 +34,7 @@ _At = TypeVar("_At")
 
 @dataclass(frozen=True)
 class WeightHere:
-    """What a rank has of a weight as the step begins: which part, and its digest; whether it is one number all over."""
+    """A rank's part of a weight at the start, its digest, and whether all elements are equal."""
 
     part: str
     digest: bytes
@@ -56,31 +56,31 @@ def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> None:
 
 
 def weights_apart(wrong: Sequence[Mismatch]) -> list[Cause]:
-    """The causes of what is ``wrong``, where replicas of a stage began with others."""
+    """Return the causes of ``wrong``, if replicas of a stage began with different weights."""
     apart: dict[tuple[object, int | None, int | None], list[str | None]] = {}
     for one in wrong:
         if one.law == _LAW:
-            apart.setdefault((one.due, one.rank, one.stage), []).append(one.parameter)
+            apart.setdefault((one.expected, one.rank, one.stage), []).append(one.parameter)
     return [
         Cause(
             "replicas-apart",
             rank=rank,
             stage=stage,
             parameter=names[0] if len(names) == 1 else None,
-            detail=f"{len(names)} of its parameters are not {due}",
+            detail=f"{len(names)} of its parameters are not {expected}",
         )
-        for (due, rank, stage), names in apart.items()
+        for (expected, rank, stage), names in apart.items()
     ]
 
 
 def not_one(ranks: Sequence[Weights], cure: str = RENAMED) -> str:
-    """Why weights of several stages are not one that they have in common, though they have one name; empty if they are.
+    """Say why equally named weights of several stages differ; empty if they agree.
 
-    ``ranks``: of one replica. ``cure``: how a weight gets another name.
+    ``ranks``: one replica's. ``cure``: how to rename a weight.
     """
     every = (pair for weights in ranks for pair in weights.items())
     found: dict[str, tuple[int, int]] = {}
-    for (name, _), one, other in _apart(((name, part), stage, one) for (stage, name), (part, one) in every):
+    for (name, _), one, other in _pairs_apart(((name, part), stage, one) for (stage, name), (part, one) in every):
         if one != other:
             found.setdefault(name, (one, other))
     if not found:
@@ -90,11 +90,11 @@ def not_one(ranks: Sequence[Weights], cure: str = RENAMED) -> str:
     return _ONE_NAME.format(one, other, name, more, cure)
 
 
-def cut_by_hand(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:
-    """Why ranks of one of the ``replicas`` are not judged that have other weights under one name; empty for others."""
+def explain_hand_cut(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:
+    """Say why ranks of a replica with different weights under one name are not judged; empty if all agree."""
     every = ((rank, site, *one) for rank, weights in enumerate(ranks) for site, one in weights.items())
     whole = (((replicas[rank], site), rank, digest) for rank, site, part, digest in every if not part)
-    apart = next(_apart(whole), None)
+    apart = next(_pairs_apart(whole), None)
     if apart is None:
         return ""
     (_, (_, name)), one, other = apart
@@ -104,15 +104,15 @@ def cut_by_hand(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:
 def weights_here(
     shards: OwnShards, begun: Mapping[int, Mapping[str, bytes]], first: Mapping[str, str]
 ) -> dict[Site, WeightHere]:
-    """What this rank has of weights, by the stage and the ``first`` name of each.
+    """Return this rank's part of each weight, by stage and ``first`` name.
 
-    ``begun``: their digests, of those stages of which they are known already.
+    ``begun``: digests, for stages that have them.
     """
     every = {stage: begun.get(stage) or contents(module) for stage, module in shards.stages.modules.items()}
     held: dict[Site, WeightHere] = {}
-    for (stage, name), (part, digest) in shards.named(every).items():
+    for (stage, name), (part, digest) in shards.digests_by_name(every).items():
         one = shards.parameters[name]
-        here = held_here(one)
+        here = local_tensor(one)
         elements = bits(here).view(max(1, here.numel()), -1)  # a complex one has several words
         constant = not any(bool((some != elements[:1]).any()) for some in (elements[:FEW], elements))
         held[stage, first.get(name, name)] = WeightHere(part, digest, constant, one.requires_grad)
@@ -120,9 +120,9 @@ def weights_here(
 
 
 def enter_equal(ledger: Ledger, ranks: Iterable[Mapping[Site, WeightHere]], only: int | None = None) -> dict[str, str]:
-    """Leave out of ``ledger`` the weights of all ``ranks`` that begin equal in several stages; gives why, by name.
+    """Leave weights with equal initial values in several stages out of ``ledger``; return reasons by name.
 
-    ``only``: the one stage whose gradients are compared, if not all are.
+    ``only``: the one stage with compared gradients; None for all.
     """
     why: dict[str, str] = {}
     for stages, names in equal_weights(ranks).items():
@@ -135,10 +135,10 @@ def enter_equal(ledger: Ledger, ranks: Iterable[Mapping[Site, WeightHere]], only
 
 
 def equal_weights(ranks: Iterable[Mapping[Site, WeightHere]]) -> dict[tuple[int, ...], list[str]]:
-    """By stages that have an equal weight, the names of all weights that are equal there: they may be one or several.
+    """Group the names of equal initial weights by their stages: they may be shared or separate.
 
-    ``ranks``: what each rank has, by the first name of each parameter. Norms and biases begin with one number in any
-    stage: they count only beside other weights, as where stages have copies of a module.
+    ``ranks``: each rank's weights, by first name. Norms and biases begin with one number in any stage: they count only
+    beside other weights, for example in copies of a module.
     """
     held: dict[Site, list[WeightHere]] = {}
     for rank in ranks:
@@ -160,8 +160,8 @@ def equal_weights(ranks: Iterable[Mapping[Site, WeightHere]]) -> dict[tuple[int,
     return found
 
 
-def _apart(weights: Iterable[tuple[_Key, _At, bytes]]) -> Iterator[tuple[_Key, _At, _At]]:
-    """Of weights with one key those with another digest than the first: the key, where that one is, and where they."""
+def _pairs_apart(weights: Iterable[tuple[_Key, _At, bytes]]) -> Iterator[tuple[_Key, _At, _At]]:
+    """Yield weights that differ from the first with their key: key, first place, place."""
     first: dict[_Key, tuple[_At, bytes]] = {}
     for key, at, digest in weights:
         where, expected = first.setdefault(key, (at, digest))

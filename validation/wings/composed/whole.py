@@ -1,13 +1,13 @@
-"""The one verdict that follows from what all ranks saw of a step and made of it again."""
+"""The verdict that combines all ranks' observations and reruns of a step."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from pipeproof.core.comparison import Comparison, Due
+from pipeproof.core.comparison import Comparison, ExpectedOperation
 from pipeproof.core.execution import Execution
-from pipeproof.core.judge import concluded
+from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.core.observe.observed import Crossing, Observed, Passed, RankOperation
@@ -29,9 +29,9 @@ from pipeproof.wings.composed.wiring import enter_unsure, enter_wiring
 LAWS = (
     "parameters-once",  # every parameter of the model is in one stage, where the model is known
     "microbatches",  # every stage ran forward and backward once for each microbatch
-    "boundaries",  # what stages received is what was sent, and what they gave is what they give again
+    "boundaries",  # inputs equal the sent tensors, outputs equal those of reruns
     "loss",  # each microbatch's, and the whole step's, on every rank that reports it
-    "presence",  # a gradient is None exactly where nothing is contributed
+    "presence",  # a gradient is None exactly without contributions
     "gradient",  # every parameter's is the sum of what microbatches contribute
     "grad-norm",  # of all gradients together, on every rank that reports it
     "updated-parameters",  # what the optimizer makes of the gradients
@@ -43,13 +43,13 @@ _UNREPORTED = "the job reports none"
 
 
 def not_known(stages: Iterable[int]) -> str:
-    """That it is not known what ``stages`` give."""
+    """Say that the results of ``stages`` are unknown."""
     return Reason.LINK.doubt(" and ".join(f"what stage {stage} gives is not known" for stage in sorted(stages)))
 
 
 @dataclass
 class Reported:
-    """What a rank reported of a step, each time: losses in the order of its microbatches, their sum, the norm."""
+    """A rank's reports during a step: losses in microbatch order, their sum, the norm."""
 
     losses: list[tuple[float, ...]] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -58,11 +58,11 @@ class Reported:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What one rank has to say: its stages with their calls, what these give again, and what it compared itself.
+    """One rank's part: its stages with their calls, their rerun results, and its own comparisons.
 
-    ``lengths``: the norms of what its gradients must be. ``unsure``: why some are not compared, by name. ``foreseen``:
-    it is known what its optimizer makes of them. ``precision``: that of its stages; ``summed``: that of sums over
-    ranks. ``reported``: to the check. ``weights``: what it began with.
+    ``lengths``: norms of expected gradients. ``unsure``: reasons for leaving some out, by name. ``foreseen``: the
+    optimizer's update is known. ``precision``: of its stages. ``summed``: of sums over ranks. ``reported``: to the
+    check. ``weights``: initial ones.
     """
 
     ledger: Ledger
@@ -79,7 +79,7 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Whole:
-    """The ``parts`` of all ranks of one line, with what they ``agreed`` upon: the step of these, ``by`` what is told.
+    """The step of one line: all ranks' ``parts`` and what they ``agreed`` upon, under the options ``by``.
 
     ``data``: its microbatches, whose losses are divided by ``divisor``. ``no_norm``: why no norm is reported.
     """
@@ -93,7 +93,7 @@ class Whole:
 
     @classmethod
     def of(cls, parts: Sequence[OwnPart], agreed: Agreed, by: AgainstItself, no_norm: str) -> "list[Whole]":
-        """One of each line, of the parts of all ranks: those of other lines have nothing there."""
+        """Build the step of each line from all ranks' parts; ranks outside a line have an empty part."""
         found, lines = list[Whole](), agreed.lines
         for line in range(lines.count):
             own = [
@@ -105,34 +105,38 @@ class Whole:
 
     @cached_property
     def chain(self) -> Chain:
-        """The calls of all stages."""
-        calls = {stage: one.without_own(part.links[stage]) for part in self.parts for stage, one in part.stages.items()}
+        """Calls of all stages."""
+        calls = {
+            stage: one.without_own_gradients(part.links[stage])
+            for part in self.parts
+            for stage, one in part.stages.items()
+        }
         return Chain(calls, self.data)
 
     @cached_property
     def passed(self) -> dict[int, Passed]:
-        """What passed every stage."""
-        return self.chain.passed(self._links)
+        """Flow through every stage."""
+        return self.chain.passages(self._links)
 
     @cached_property
     def lengths(self) -> dict[Site, float]:
-        """The norms of what gradients must be."""
+        """Norms of expected gradients."""
         return {site: one for part in self.parts for site, one in part.lengths.items()}
 
     @cached_property
     def precision(self) -> Precision:
-        """How its numbers are rounded."""
+        """Rounding of its numbers."""
         return next((part.precision for part in self.parts if part.links), FP32)
 
     @cached_property
     def expected(self) -> Expected:
-        """What the links give together; NaN in place of losses that are not known."""
+        """Combined results of the links; NaN for unknown losses."""
         losses = tuple(self._losses.get(m, math.nan) for m in range(self.chain.microbatches))
         return Expected("train", losses, sum(losses) / self.divisor, norm=norm_of(self.lengths, self.agreed.first))
 
     @cached_property
     def observed(self) -> Observed:
-        """What its ranks did and reported."""
+        """Actions and reports of its ranks."""
         rows = tuple((self._operation(part),) for part in self.parts)
         placement = tuple(self.chain.stages[stage].rank for stage in sorted(self.chain.stages))
         return Observed(Schedule("job", self.chain.microbatches, placement, ((),) * len(rows)), rows)
@@ -160,13 +164,13 @@ class Whole:
 
     @cached_property
     def _losses(self) -> dict[int, float]:
-        """By microbatch, those that the last stage gives again."""
+        """Losses from the rerun last stage, by microbatch."""
         last, numbers = self._links.get(self.chain.last, ()), self.chain.orders[self.chain.last].numbers
         return {m: link.loss for m, link in zip(numbers, last, strict=False) if link.loss is not None and link.closed}
 
     @property
     def conditions(self) -> Conditions:
-        """What its calls must be."""
+        """Conditions on its calls."""
         last, stages = self.chain.last, self.chain.stages.items()
         idle = (k for k, here in stages if k != last and not any(call.giving or call.unread for call in here.calls))
         matters = any(link.mode_matters for links in self._links.values() for link in links)
@@ -175,11 +179,11 @@ class Whole:
         return Conditions(counts=counts, frozen=frozenset(idle), weightless=nothing, mode_matters=lambda: matters)
 
     def enter(self, ledger: Ledger) -> None:
-        """Enter what the chain shows, but for what crossed it, and whether that is all of the model."""
+        """Enter mismatches in the chain, except crossings, and missing parts of the model."""
         at, only = Execution(self.conditions, self.observed, ledger), self.agreed.only
         self._enter_names(ledger)
         at.orders(0, frozenset(), backward=True)
-        at.left_out(0)
+        at.count_reshaped(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         enter_unsure(self.chain.stages, self._links, self.passed, ledger)
         for stage, links in self._links.items():
@@ -189,23 +193,25 @@ class Whole:
             ledger.skip("updated-parameters", _ONE_STAGE.format(only))
         elif not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
-        at.uncompared(0, doubtful=_are_gradients_wrong(ledger))
+        at.report_uncompared(0, doubtful=_are_gradients_wrong(ledger))
 
     def _enter_names(self, ledger: Ledger) -> None:
-        """Enter whether each parameter of the model is in a stage."""
+        """Enter parameters of the model without a stage."""
         names, places = self.agreed.first, self.agreed.places
         if not self.agreed.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
             return
-        at = Comparison(Due("train", (), ()), Unmeasured(FP32), ledger)
+        at = Comparison(ExpectedOperation("train", (), ()), Unmeasured(FP32), ledger)
         for name in dict.fromkeys([*names, *places]):
             those, expected = places.get(name, ()), int(name in names)
             rank, stage = next(iter(those), (None, None))
-            at.held(name, min(len(those), 1) if expected else len(those), due=expected, rank=rank, stage=stage)
+            at.count_holders(
+                name, min(len(those), 1) if expected else len(those), expected=expected, rank=rank, stage=stage
+            )
 
     def _doubts(self, stage: int, links: Sequence[Link]) -> Iterator[tuple[str, Reason]]:
-        """Why it is not known what a stage gives, or what came to it."""
-        strange = any(link.strange for link in links)  # a call gives something else each time that it is run
+        """Yield reasons why a stage's results or inputs are unknown."""
+        strange = any(link.strange for link in links)  # a call's results change in each run
         if strange:
             yield f"stage {stage} gives something else each time that it is run", Reason.RERUN
         if any(link.endless for link in links):
@@ -216,32 +222,34 @@ class Whole:
             yield why, Reason.RERUN
 
     def reports(self, law: str) -> bool:
-        """Whether any of its ranks reported what ``law`` is about."""
+        """True if one of its ranks reported a value for ``law``."""
         said = [part.reported for part in self.parts]
         return any(one.norm if law == "grad-norm" else one.losses or one.loss for one in said)
 
     def enter_reported(self, law: str, ledger: Ledger, totals: Sequence[float]) -> None:
-        """Enter under ``law`` what ranks reported, held against what the last stage and all gradients give.
+        """Compare ranks' reports under ``law`` with the last stage and all gradients.
 
-        ``totals``: what the loss over all replicas may be, besides its own: they may have an unequal number of
-        microbatches, and then theirs or all microbatches' may count alike.
+        ``totals``: further allowed values of the loss over all replicas. With unequal numbers of microbatches, either
+        replicas or microbatches may count equally.
         """
         expected = self.expected
-        due = Due("train", ("",) * len(expected.losses), expected.losses, expected.loss, expected.norm)
-        at = partial(Comparison, allowed=self._allowed(law), ledger=ledger)
+        operation = ExpectedOperation(
+            "train", ("",) * len(expected.losses), expected.losses, expected.loss, expected.norm
+        )
+        at = partial(Comparison, allowed=self._allowance(law), ledger=ledger)
         for rank, own in enumerate(part.reported for part in self.parts):
             if law == "grad-norm":
                 for norm in own.norm:
-                    at(due).norm(norm, rank=rank)
+                    at(operation).norm(norm, rank=rank)
                 continue
             for losses in own.losses:
-                at(due).losses(losses, rank=rank)
+                at(operation).losses(losses, rank=rank)
             for loss in own.loss:
                 _, nearest = min((abs(one - loss), one) for one in (expected.loss, *totals))
-                at(replace(due, loss=nearest)).loss(loss, rank=rank)
+                at(replace(operation, loss=nearest)).loss(loss, rank=rank)
 
     def unknown(self, law: str) -> str:
-        """Why it is not known what is expected under ``law``; empty if it is."""
+        """Say why the expected value under ``law`` is unknown; empty if known."""
         needed = [self.chain.last] if law == "loss" else sorted(self._links)
         lost = [stage for stage in needed if not all(link.closed for link in self._links.get(stage, ()))]
         if lost:
@@ -251,8 +259,8 @@ class Whole:
             return Reason.CALLS.doubt("the last stage was not called once for each microbatch") if seldom else ""
         return next((why for part in self.parts for why in part.unsure.values()), "")
 
-    def _allowed(self, law: str) -> Unmeasured:
-        """What rounding may do: to losses as much as their own type, or else it is not known that it is rounding."""
+    def _allowance(self, law: str) -> Unmeasured:
+        """Return the rounding of reports: for losses, of their own type; otherwise unmeasured."""
         parts = [part for part in self.parts if part.links]
         if law == "grad-norm":
             return Unmeasured(coarsest([part.summed for part in parts]))
@@ -263,9 +271,9 @@ class Whole:
 
 
 def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, rerun: str, seconds: float) -> Verdict:
-    """The verdict on a step: of ``wholes``, the lines of ranks that have all stages. It knows no causes.
+    """Judge a step from ``wholes``, its lines of ranks; without causes.
 
-    ``weights``: those that each rank began with.
+    ``weights``: each rank's initial ones.
     """
     laws = LAWS if len(wholes) == 1 else OF_REPLICAS
     ledger = Ledger(laws)
@@ -282,11 +290,11 @@ def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, re
         for law in LAWS[3:]:
             ledger.remark(law, AS_IT_CAME)
     ledger.mismatches.sort(key=lambda one: laws.index(one.law))
-    return concluded(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
+    return conclude(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
 
 
 def _enter_crossings(wholes: Sequence[Whole], ledger: Ledger) -> None:
-    """Enter what crossed the stages of all lines along the flow: ranks that compute together go wrong together."""
+    """Enter crossings along the flow, over stages in all lines: ranks that compute together go wrong together."""
     rows: list[list[Crossing]] = [[] for _ in wholes[0].parts]
     for whole in wholes:
         for rank, (own,) in enumerate(whole.observed.ranks):
@@ -297,7 +305,7 @@ def _enter_crossings(wholes: Sequence[Whole], ledger: Ledger) -> None:
 
 
 def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
-    """Enter what ranks reported of losses and of the norm."""
+    """Enter the ranks' reports of losses and norm."""
     own = [(whole.expected.loss, whole.divisor) for whole in wholes]
     whole_loss = sum(loss * divisor for loss, divisor in own) / sum(divisor for _, divisor in own)
     totals = whole_loss, sum(loss for loss, _ in own) / len(own)
@@ -325,7 +333,7 @@ def _are_gradients_wrong(ledger: Ledger) -> bool:
 
 
 def norm_of(lengths: Mapping[Site, float], first: Mapping[str, str]) -> float:
-    """The norm over logical parameters: of copies, which have one ``first`` name, one counts."""
+    """Return the norm over logical parameters: copies, with one ``first`` name, count once."""
     one_each = {first.get(name, name): length for (_, name), length in lengths.items()}
     finite = all(map(math.isfinite, one_each.values()))
     return math.sqrt(math.fsum(length**2 for length in one_each.values())) if finite else math.nan

@@ -1,4 +1,4 @@
-"""What a chain leaves open: inputs that nobody sent, what nobody received, and calls that tell no microbatch."""
+"""Loose ends of a chain: inputs without a sender, outputs without a receiver, unidentified calls."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeVar
 
-from pipeproof.core.cause import listed
+from pipeproof.core.cause import join_numbers
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.core.observe.recording import RECEIVED
@@ -24,14 +24,14 @@ _UNUSED_TARGET = (
     "without loss_fn= a stage needs the target, and none was given it: call one with it, or pass None for it"
 )
 _HIDDEN = (
-    "stage {stage} is given or gives {what}, in which tensors are not seen: pass plain tensors, in tuples, lists or "
-    "mappings, or register its class with torch.utils._pytree"
+    "stage {stage} is given or gives {what}, in which tensors are not observed: pass plain tensors, in tuples, lists "
+    "or mappings, or register its class with torch.utils._pytree"
 )
 _ATTRIBUTE = (
-    "stage {stage} has a tensor that wants a gradient in its attribute {what}: what is passed on there is not seen; "
-    "call the stage's module with it, or make it a parameter"
+    "stage {stage} has a tensor that wants a gradient in its attribute {what}: what is passed on there is not "
+    "observed; call the stage's module with it, or make it a parameter"
 )
-_GIVES_NOTHING = "stage {stage} gave no tensor that is seen: let its module give them in tuples, lists or mappings"
+_GIVES_NOTHING = "stage {stage} gave no tensor that is observed: let its module give them in tuples, lists or mappings"
 _SEVERAL = (
     "stage {stage}'s module is called on several inputs of each microbatch, or on what it gave itself: pass one that "
     "makes all of its calls for a microbatch in one"
@@ -44,17 +44,16 @@ _TOO_OFTEN = (
     "microbatches that the step runs, or say warmup"
 )
 _TOO_SELDOM = (
-    "stage {stage} was called {times} for {count}, also on what nobody sent: if that is several at once, call it for "
-    "each microbatch in the step that is checked"
+    "stage {stage} was called {times} for {count}, also on inputs without a sender: if that is several at once, "
+    "call it for each microbatch in the step that is checked"
 )
 
 
 def enter_wiring(chain: Chain, ledger: Ledger, *, loss_inside: bool = False) -> None:
-    """Enter which inputs nobody sent, what nobody received, and what was exchanged wherever it was given.
+    """Enter inputs without a sender, outputs without a receiver, and consistent exchanges.
 
-    ``loss_inside``: the last stage makes the loss, so that targets must have come to a stage.
-
-    Inputs are known by their content. So one that is exchanged for another of its form in every call is not seen to be.
+    ``loss_inside``: the last stage makes the loss, so targets must reach a stage. Content identifies inputs, so an
+    exchange in every call between inputs of one form stays hidden.
     """
     rows = dict[tuple[str, Reason | None], list[str]]()
     for name, why, reason in _open(chain.sources, loss_inside=loss_inside):
@@ -72,7 +71,7 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
     for stage, number in [one for one in sources.inputs if one not in wired]:
         of_targets = any(count for source, count in sources.votes[stage, number].items() if is_target(source))
         if sources.flows((stage, number)) or (loss_inside and of_targets):
-            yield input_of(stage, number), "nobody is known to have sent it", Reason.WIRING
+            yield input_of(stage, number), "it has no known sender", Reason.WIRING
         else:
             yield input_of(stage, number), "is no stage's and no data: it was taken as it came", None
     of_loss = [_contents(those) for source, those in sent.items() if is_target(source)]
@@ -82,7 +81,7 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
             if loss_inside and is_target(source):
                 yield name, _UNUSED_TARGET, Reason.WIRING
         elif sources.gives(source):
-            yield name, "nobody is known to have received it", Reason.WIRING
+            yield name, "it has no known receiver", Reason.WIRING
         elif (at := _instead(source, sources)) is not None:
             yield name, f"no stage was given it, and {input_of(*at)} may be another in its place", Reason.WIRING
         elif is_datum:
@@ -93,8 +92,8 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
     for (at, one), (to, other) in combinations(known, 2):
         alike = (at[0], one[0], forms(sent[one])) == (to[0], other[0], forms(sent[other]))
         if alike and one[1] > other[1]:
-            told = f"are {place_of(one)} and {place_of(other)}: that order was taken as meant"
-            yield f"inputs {at[1]} and {to[1]} of stage {at[0]}", told, None
+            message = f"are {place_of(one)} and {place_of(other)}: that order was taken as meant"
+            yield f"inputs {at[1]} and {to[1]} of stage {at[0]}", message, None
 
 
 def _contents(tensors: Sequence[Sketch]) -> list[bytes]:
@@ -102,7 +101,7 @@ def _contents(tensors: Sequence[Sketch]) -> list[bytes]:
 
 
 def _instead(source: Source, sources: Sources) -> Input | None:
-    """An input that may have come in place of what no stage was given: it is nobody's, or one of several of another."""
+    """Return an input that may have replaced an unused output: without a sender, or with several candidates."""
     times, form = Counter(sources.of_inputs.values()), forms(sources.sent[source])
     for at in sources.inputs:
         other = sources.of_inputs.get(at)
@@ -118,7 +117,7 @@ def _instead(source: Source, sources: Sources) -> Input | None:
 def enter_unsure(
     stages: Mapping[int, StageCalls], links: Mapping[int, Sequence[Link]], flows: Mapping[int, Passed], ledger: Ledger
 ) -> None:
-    """Enter what came to ``stages`` of which nobody knows what is due."""
+    """Enter arrivals at ``stages`` whose expected values are unknown."""
     for stage, flow in flows.items():
         left = [one for one in flow.crossings if one.where == RECEIVED and not one.judged and one.really is not None]
         if left and (why := why_unsure(stage, stages[stage], links[stage])):
@@ -126,7 +125,7 @@ def enter_unsure(
 
 
 def refusals(chain: Chain) -> Iterator[str]:
-    """Why it is not known what stages were called on, or what they give."""
+    """Yield reasons why the inputs or outputs of stages are unknown."""
     count, sources = chain.microbatches, chain.sources
     sent = {one.digest for source, those in sources.sent.items() if not is_target(source) for one in those}
     for stage, here in chain.stages.items():
@@ -141,7 +140,7 @@ def refusals(chain: Chain) -> Iterator[str]:
             _HIDDEN: (next((call.hidden for call in calls if call.hidden), ""), Reason.HIDDEN),
             _ATTRIBUTE: (next((call.attribute for call in calls if call.attribute), ""), Reason.HIDDEN),
             _GIVES_NOTHING: (gives_nothing, Reason.HIDDEN),
-            _TOO_OFTEN: (times > count and listed(k + 1 for k in strange), Reason.CALLS),
+            _TOO_OFTEN: (times > count and join_numbers(k + 1 for k in strange), Reason.CALLS),
             _TOO_SELDOM: (0 < times < count and all(given) and any(nobodys), Reason.CALLS),
             _SEVERAL: (times >= 2 * count > 0 and own, Reason.CALLS),
         }
@@ -153,10 +152,10 @@ def refusals(chain: Chain) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ExtraCalls:
-    """By stage, the places of its calls beside those of microbatches, each of which has another call there.
+    """Places of calls without a microbatch, by stage, each with another call in its place.
 
-    ``idle``: those to which zeros alone flowed, as to padding. ``first``: a first call too many, as one that tells
-    shapes, whatever flowed back: gradients decide.
+    ``idle``: calls with all-zero gradients, as from padding. ``first``: an additional first call, for example to learn
+    shapes, with any gradient; the accumulated gradients decide.
     """
 
     stages: Mapping[int, StageCalls]
@@ -166,7 +165,7 @@ class ExtraCalls:
 
     @classmethod
     def among(cls, stages: Mapping[int, StageCalls], data: Data) -> "ExtraCalls":
-        """Those of ``stages``; ``data`` is what each microbatch brings."""
+        """Find the extra calls of ``stages``; ``data`` is each microbatch's content."""
         chain, idle, first = Chain(stages, data), dict[int, frozenset[int]](), dict[int, frozenset[int]]()
         for stage in stages:
             calls = chain.calls(stage)
@@ -181,20 +180,23 @@ class ExtraCalls:
 
     @property
     def without(self) -> dict[int, StageCalls]:
-        """The stages without these."""
-        return {stage: replace(here, calls=tuple(self.left(stage, here.calls))) for stage, here in self.stages.items()}
+        """Return the stages without extra calls."""
+        return {
+            stage: replace(here, calls=tuple(self.without_extra(stage, here.calls)))
+            for stage, here in self.stages.items()
+        }
 
-    def left(self, stage: int, every: Sequence[Value]) -> list[Value]:
-        """Of ``every`` one of the stage's calls, or of something for each, those of microbatches."""
+    def without_extra(self, stage: int, every: Sequence[Value]) -> list[Value]:
+        """Return the entries of ``every`` that belong to microbatches' calls."""
         return [one for k, one in enumerate(every) if k not in self.idle[stage] | self.first[stage]]
 
     def enter(self, ledger: Ledger, own: Iterable[int]) -> None:
-        """Say what a rank's ``own`` stages have of these, once gradients were compared in ``ledger``."""
+        """Report extra calls of a rank's ``own`` stages after the comparison of gradients in ``ledger``."""
         wrong = {one.stage for one in ledger.mismatches if one.law in ("gradient", "presence")}
         for stage in sorted(own):
             calls = self.stages[stage].calls
             if self.idle[stage]:
                 ledger.remark("microbatches", _IDLE.format(len(self.idle[stage]), stage))
             for k in self.first[stage]:
-                told = _EXTRA.format(stage, len(calls), self.microbatches, "es" * (self.microbatches != 1))
-                ledger.remark("microbatches", told + _ADDED * (stage in wrong and calls[k].trained))
+                message = _EXTRA.format(stage, len(calls), self.microbatches, "es" * (self.microbatches != 1))
+                ledger.remark("microbatches", message + _ADDED * (stage in wrong and calls[k].trained))

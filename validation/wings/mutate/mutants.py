@@ -1,6 +1,6 @@
-"""Faults that any training step may be given, whoever wrote it: planted where torch is called, for as long as one test.
+"""Faults for every training step: planted into torch functions for the duration of one test.
 
-What a step does not call, or calls by names that it took before, is not changed.
+Steps that do not call these, or took references before, stay unchanged.
 """
 
 import inspect
@@ -17,16 +17,16 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipeproof.core.observe.elements import is_rounded
-from pipeproof.core.observe.shards import held_here
-from pipeproof.wings.mutate.planting import Plant, Planting, differ, hooked, in_place_of, several
+from pipeproof.core.observe.shards import local_tensor
+from pipeproof.wings.mutate.planting import Plant, Planting, differ, in_place_of, plant_in_hooks, several
 from pipeproof.wings.mutate.sums import Change, ChangedSum, is_sum
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: what it is, how it is planted, and whether on all ranks at once, as where a line is missing.
+    """One fault: its description, its planting, and whether it is on all ranks, like a missing line of code.
 
-    ``of_sums``: it is in sums over ranks.
+    ``of_sums``: it changes sums over ranks.
     """
 
     summary: str
@@ -36,7 +36,7 @@ class Mutant:
 
 
 def _messages(change: Callable[[Planting, Tensor], Tensor], *, at: int | None = None) -> Plant:
-    """Of what is sent in floating point the message number ``at``, or each, is changed on its way."""
+    """Change floating point message number ``at``, or each, on its way."""
 
     def send(fault: Planting, original: Any, group: Any, tensors: list[Tensor], *more: Any) -> Any:
         if any(one.is_floating_point() for one in tensors) and fault.is_turn(at):
@@ -50,13 +50,13 @@ def _messages(change: Callable[[Planting, Tensor], Tensor], *, at: int | None = 
 
 
 def _as_the_first(fault: Planting, tensor: Tensor) -> Tensor:
-    """The content of the first message of its form, as soon as that is another."""
+    """Return the first message of this form with different content."""
     first: Tensor = fault.memory.setdefault((tuple(tensor.shape), tensor.dtype), tensor)
     return tensor if fault.hits else first
 
 
 def _sums(summary: str, change: Change, *, everywhere: bool = True) -> Mutant:
-    """Ranks get something else of a sum over them."""
+    """Change a sum over ranks."""
 
     def allreduce(fault: Planting, original: Any, group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
         if group.size() < 2 or not is_sum(tensors, *more, **named):
@@ -70,7 +70,7 @@ def _sums(summary: str, change: Change, *, everywhere: bool = True) -> Mutant:
 
 
 def _backwards(change: Callable[[Callable[..., None], dict[str, Any]], None], *, at: int | None = None) -> Plant:
-    """``change`` does the backward number ``at``, or each, by the names of its arguments; not one of zeros."""
+    """Replace backward number ``at``, or each, by ``change``, with arguments by name; skips zeros."""
 
     def backward(fault: Planting, original: Any, *given: Any, **named: Any) -> None:
         arguments = inspect.signature(original).bind(*given, **named).arguments
@@ -85,12 +85,12 @@ def _backwards(change: Callable[[Callable[..., None], dict[str, Any]], None], *,
     return in_place_of("backward", backward, torch.autograd)
 
 
-def _done_twice(backward: Callable[..., None], given: dict[str, Any]) -> None:
+def _run_twice(backward: Callable[..., None], given: dict[str, Any]) -> None:
     backward(**{**given, "retain_graph": True})
     backward(**given)
 
 
-def _doubled_flow(backward: Callable[..., None], given: dict[str, Any]) -> None:
+def _double_flow(backward: Callable[..., None], given: dict[str, Any]) -> None:
     tensors = several(given["tensors"])
     flows = several(given.get("grad_tensors")) or [None] * len(tensors)
     ones = [torch.ones_like(one) if flow is None else flow for one, flow in zip(tensors, flows, strict=True)]
@@ -108,9 +108,9 @@ def _parameters(holder: Any) -> list[Tensor]:
     return [one for group in holder.param_groups for one in group["params"]]
 
 
-def _unclipped(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
+def _skip_clipping(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
     arguments = inspect.signature(clip).bind(*given, **named).arguments
-    arguments["parameters"] = several(arguments["parameters"])  # it may be what gives them once
+    arguments["parameters"] = several(arguments["parameters"])  # perhaps an iterator
     before = [(one.grad, one.grad.detach().clone()) for one in arguments["parameters"] if one.grad is not None]
     norm = clip(**arguments)
     for gradient, whole in before:
@@ -120,9 +120,9 @@ def _unclipped(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
     return norm
 
 
-def _doubled_norm(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
+def _double_norm(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
     norm = clip(*given, **named)
-    here = held_here(norm.detach())  # of a DTensor, which is the whole's part that others do not hear of
+    here = local_tensor(norm.detach())  # for a DTensor, the local part, changed here alone
     once = here.clone()
     here.mul_(2)
     fault.hits += differ(here, once)
@@ -130,9 +130,9 @@ def _doubled_norm(fault: Planting, clip: Any, *given: Any, **named: Any) -> Any:
 
 
 def _gradients(change: Callable[[Tensor], Tensor], *, most: int | None = None) -> Plant:
-    """What flows to the first parameters that are used, at most so many, is changed."""
+    """Change gradients flowing to the first ``most`` used parameters."""
 
-    def flowed(fault: Planting, gradient: Tensor) -> Tensor:
+    def change_flow(fault: Planting, gradient: Tensor) -> Tensor:
         changed = change(gradient)
         fault.hits += differ(changed, gradient)
         return changed
@@ -142,10 +142,10 @@ def _gradients(change: Callable[[Tensor], Tensor], *, most: int | None = None) -
         for one in module.parameters(recurse=False):
             if one.requires_grad and id(one) not in used and (most is None or len(used) < most):
                 used[id(one)] = one
-                hook = one.register_hook(partial(flowed, fault))  # type: ignore[no-untyped-call]  # in torch
+                hook = one.register_hook(partial(change_flow, fault))  # type: ignore[no-untyped-call]  # in torch
                 fault.hooks.callback(hook.remove)
 
-    return hooked((register_module_forward_pre_hook, look))
+    return plant_in_hooks((register_module_forward_pre_hook, look))
 
 
 def _keep_weights(fault: Planting, optimizer: Any, *_: Any) -> None:
@@ -160,7 +160,7 @@ def _take_back(fault: Planting, optimizer: Any, *_: Any) -> None:
 
 
 def _step_again(fault: Planting, optimizer: Any, given: Any, named: Any) -> None:
-    if not fault.memory:  # else this is that step
+    if not fault.memory:  # otherwise this is the nested step
         fault.memory["once"] = once = [one.detach().clone() for one in _parameters(optimizer)]
         optimizer.step(*given[1:], **named)  # it may want a closure
         fault.hits += any(map(differ, _parameters(optimizer), once))
@@ -180,7 +180,7 @@ def _put_back(weight: Tensor, before: Tensor) -> None:
         weight.data.copy_(before)
 
 
-def _rounded_output(fault: Planting, module: nn.Module, _: Any, output: Any) -> Any:
+def _round_output(fault: Planting, module: nn.Module, _: Any, output: Any) -> Any:
     if not (module._parameters and isinstance(output, Tensor) and output.dtype is torch.float32):
         return None
     rounded = _through_bf16(output)
@@ -196,7 +196,7 @@ def _evaluate(fault: Planting, module: nn.Module, _: Any) -> None:
 
 
 def _is_other_in_training(module: nn.Module) -> bool:
-    """Whether this is a dropout that drops anything, or a layer whose statistics run."""
+    """True for a dropout with an effect, or a layer with running statistics."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     if isinstance(module, nn.RNNBase):
@@ -213,7 +213,9 @@ def _through_bf16(tensor: Tensor) -> Tensor:
 
 
 _CLIP, _CLIPS = "clip_grad_norm_", (nn.utils, nn.utils.clip_grad)
-_NO_UPDATE = hooked((register_optimizer_step_pre_hook, _keep_weights), (register_optimizer_step_post_hook, _take_back))
+_NO_UPDATE = plant_in_hooks(
+    (register_optimizer_step_pre_hook, _keep_weights), (register_optimizer_step_post_hook, _take_back)
+)
 MUTANTS: Mapping[str, Mutant] = MappingProxyType(
     {
         "message-zero": Mutant("a message is zeros", _messages(lambda _, one: torch.zeros_like(one), at=1)),
@@ -228,8 +230,8 @@ MUTANTS: Mapping[str, Mutant] = MappingProxyType(
             "one rank keeps its own part of sums over ranks", lambda part, _: part, everywhere=False
         ),
         "backward-left-out": Mutant("a backward is left out", _backwards(lambda *_: None, at=1)),
-        "backward-doubled": Mutant("a backward is done twice", _backwards(_done_twice, at=0)),
-        "flow-doubled": Mutant("backwards begin with twice the gradient", _backwards(_doubled_flow)),
+        "backward-doubled": Mutant("a backward is done twice", _backwards(_run_twice, at=0)),
+        "flow-doubled": Mutant("backwards begin with twice the gradient", _backwards(_double_flow)),
         "gradient-lost": Mutant("a parameter's gradient is zero", _gradients(torch.zeros_like, most=1)),
         "gradient-turned": Mutant("a parameter's gradient has the other sign", _gradients(torch.neg, most=1)),
         "gradient-doubled": Mutant("all gradients of a rank are doubled", _gradients(lambda one: 2 * one)),
@@ -237,18 +239,20 @@ MUTANTS: Mapping[str, Mutant] = MappingProxyType(
         "gradients-not-cleared": Mutant(
             "gradients are not cleared", in_place_of("zero_grad", _not_cleared, nn.Module, torch.optim.Optimizer)
         ),
-        "clipping-left-out": Mutant("gradients are not clipped", in_place_of(_CLIP, _unclipped, *_CLIPS)),
-        "norm-doubled": Mutant("the reported norm is doubled", in_place_of(_CLIP, _doubled_norm, *_CLIPS)),
+        "clipping-left-out": Mutant("gradients are not clipped", in_place_of(_CLIP, _skip_clipping, *_CLIPS)),
+        "norm-doubled": Mutant("the reported norm is doubled", in_place_of(_CLIP, _double_norm, *_CLIPS)),
         "update-left-out": Mutant("a rank's optimizer does nothing", _NO_UPDATE),
         "update-doubled": Mutant(
-            "a rank's optimizer steps twice", hooked((register_optimizer_step_post_hook, _step_again))
+            "a rank's optimizer steps twice", plant_in_hooks((register_optimizer_step_post_hook, _step_again))
         ),
-        "weight-nudged": Mutant("a weight is off by a hundredth", hooked((register_module_forward_pre_hook, _nudge))),
+        "weight-nudged": Mutant(
+            "a weight is off by a hundredth", plant_in_hooks((register_module_forward_pre_hook, _nudge))
+        ),
         "outputs-rounded": Mutant(
-            "a rank's layers put out bf16", hooked((register_module_forward_hook, _rounded_output))
+            "a rank's layers put out bf16", plant_in_hooks((register_module_forward_hook, _round_output))
         ),
         "evaluating": Mutant(
-            "a rank's dropout and statistics are off", hooked((register_module_forward_pre_hook, _evaluate))
+            "a rank's dropout and statistics are off", plant_in_hooks((register_module_forward_pre_hook, _evaluate))
         ),
     }
 )

@@ -35,7 +35,7 @@ class LetPass(AssertionError):
 
 
 class UnchangedError(Exception):
-    """A test failed on a rank on which a fault was to be, and had not changed anything yet."""
+    """A test failed on a rank whose fault had not changed anything yet."""
 
 
 class SkippedError(Exception):
@@ -44,7 +44,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Tried:
-    """A fault that was planted: on which rank (None: on all), what became of it, and how the test failed."""
+    """A planted fault: its rank (None: all), its ending, and the test's failure."""
 
     name: str
     summary: str
@@ -55,17 +55,17 @@ class Tried:
 
 @dataclass(frozen=True)
 class Mutated:
-    """What became of all faults."""
+    """Results of all faults."""
 
     tried: tuple[Tried, ...]
 
     @property
     def let_pass(self) -> tuple[Tried, ...]:
-        """Those that the test did not see."""
+        """Faults that the test missed."""
         return tuple(one for one in self.tried if one.outcome == "let pass")
 
     def raise_if_any_passed(self) -> None:
-        """Raise ``LetPass`` where the test let any fault pass, gave no data to judge it by, or caught none."""
+        """Raise ``LetPass`` if the test missed a fault, gave no data to judge it by, or caught none."""
         outcomes = {one.outcome for one in self.tried}
         if outcomes & {"let pass", "not judged"} or "caught" not in outcomes:
             raise LetPass(str(self))
@@ -89,17 +89,17 @@ def mutate(
     timeout_s: float | None = None,
     whitebox: "WhiteBox | None" = None,
 ) -> Mutated:
-    """What your own test makes of faults that are planted in the step that it is about: which it lets pass.
+    """Test your own test: plant faults in its step, and report the ones missed.
 
-    test: called on every rank with its ``RankContext``; raises where it dislikes what it sees. Each fault is planted
-    where torch is called, on the last rank that it changes anything on, or on all where it is about sums over ranks.
-    ranks: how many. only: names of some faults. timeout_s: bounds each run, in seconds; a test that hangs has caught
-    the fault. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+    test: called on every rank with its ``RankContext``; raises on an error. Each fault is planted in torch's functions,
+    on the last rank that it affects, or on all for sums over ranks. ranks: how many. only: names of some faults.
+    timeout_s: bounds each run, in seconds; a hanging test has caught the fault. whitebox: whose ranks to use, as
+    pytest's fixture; None: own ones.
 
-    Raises ``WhiteBoxError`` for a test that fails without a fault. Where replicas have the same data, faults in sums
-    over them are not judged, for then a sum that is left out does not show.
+    Raises ``WhiteBoxError`` for a test that fails without a fault. If replicas have equal data, faults in sums over
+    them are not judged, because a missing sum does not show.
     """
-    names = _chosen(only)
+    names = _choose(only)
     if not callable(test):
         raise WhiteBoxError(f"test is {test!r}: expected what can be called with a RankContext")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
@@ -112,10 +112,10 @@ def mutate(
         marked = any(one.marked for one in plain)
         same = same_ranks([one.parts for one in plain], marked=marked)
         faulty = partial(run, partial(_run, marked=marked), test)
-        return Mutated(tuple(_tried(name, faulty, ranks, same=same) for name in names))
+        return Mutated(tuple(_try(name, faulty, ranks, same=same) for name in names))
 
 
-def _chosen(only: Collection[str]) -> Sequence[str]:
+def _choose(only: Collection[str]) -> Sequence[str]:
     if not isinstance(only, Iterable):
         raise WhiteBoxError(f"only is {only!r}: expected names of faults, such as {next(iter(MUTANTS))!r}")
     wanted = [only] if isinstance(only, str) else list(only)
@@ -127,7 +127,7 @@ def _chosen(only: Collection[str]) -> Sequence[str]:
 
 
 def _run_plain(run: Callable[..., list["_Passed"]], test: Test) -> list["_Passed"]:
-    """The test twice without a fault, as it may not pass again; what each rank gives the second time."""
+    """Run the test twice without a fault, because it may fail to repeat; return each rank's second result."""
     for again in ("as it is", "when it runs again, so that it begins with what it left behind"):
         try:
             passed = run(_run, test, "")
@@ -136,10 +136,10 @@ def _run_plain(run: Callable[..., list["_Passed"]], test: Test) -> list["_Passed
     return passed
 
 
-def _tried(name: str, run: Callable[..., list["_Passed"]], ranks: int, *, same: Group) -> Tried:
-    """What becomes of a fault on the first rank where it changes anything, from the last rank on; or on all.
+def _try(name: str, run: Callable[..., list["_Passed"]], ranks: int, *, same: Group) -> Tried:
+    """Try a fault on the first rank that it affects, from the last rank on; or on all.
 
-    ``same``: ranks that give the same to each sum over them.
+    ``same``: ranks with equal contributions to each sum over them.
     """
     mutant = MUTANTS[name]
     one = Tried(name, mutant.summary, "not planted")
@@ -156,7 +156,7 @@ def _tried(name: str, run: Callable[..., list["_Passed"]], ranks: int, *, same: 
 
 
 def _ending(failure: RankFailed) -> dict[str, Any]:
-    """What became of a fault under which the test failed."""
+    """Return the ending of a fault from the test's failure."""
     errors = [report.message.partition(": ") for report in failure.reports]
     early = [why for kind, _, why in errors if kind.endswith(UnchangedError.__name__)]
     kind, _, why = errors[failure.culprit]
@@ -172,7 +172,7 @@ def _how(failure: RankFailed) -> str:
 
 
 class _Passed(NamedTuple):
-    """A test that passed on a rank. hit: a fault changed something. marked: the test says where its step runs."""
+    """A test that passed on a rank. hit: a fault changed something. marked: the test marks its step."""
 
     hit: bool
     parts: Parts
@@ -184,9 +184,9 @@ _current: tuple[Callable[[], AbstractContextManager[object]], list[bool]] = null
 
 
 def _run(context: RankContext, test: Test, name: str, rank: int | None = None, *, marked: bool = False) -> _Passed:
-    """One rank's run of the test, with a fault if it is its turn; a job for ``World.run``.
+    """Run the test on one rank, with a fault at its turn; a job for ``World.run``.
 
-    The fault is there where the test says that its step runs, or all the time where it does not say so.
+    The fault lasts during the marked step, or the whole test without a mark.
     """
     __tracebackhide__ = True
     global _current
@@ -218,14 +218,14 @@ def _run(context: RankContext, test: Test, name: str, rank: int | None = None, *
 
 
 def _kinds(own: tuple[type[BaseException], ...], *names: str) -> tuple[type[BaseException], ...]:
-    """Errors of one's ``own``, and those that these functions of pytest raise, where the test may call them."""
+    """Return error types: ``own``, and those raised by these pytest functions, which the test may call."""
     pytest: Any = sys.modules.get("pytest")
     return own if pytest is None else (*own, *(getattr(pytest, name).Exception for name in names))
 
 
 @contextmanager
 def under_test() -> Iterator[None]:
-    """Around what your test is about. Faults are then planted nowhere else, such as in the test's own reference.
+    """Mark the code under test. Faults are planted only inside, and not in the test's own reference, for example.
 
     Outside ``mutate`` this does nothing.
     """

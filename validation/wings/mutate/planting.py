@@ -1,4 +1,4 @@
-"""A fault while it is planted: functions in place of torch's and hooks, and how often these changed anything."""
+"""A planted fault: replaced torch functions and hooks, and a count of changes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.core.observe.shards import held_here
+from pipeproof.core.observe.shards import local_tensor
 
 
 @dataclass
 class Planting:
-    """A fault that is planted once, for as long as a step runs.
+    """A fault planted for the duration of a step.
 
-    left: puts back what may outlive the test, as a model of its module. hits: how often it changed anything. calls: how
-    often it could. memory: of calls before. hooks: take those of torch's away that it has while it is planted.
+    left: restores what may outlive the test, such as a model's module. hits: number of changes. calls: number of
+    chances. memory: data from earlier calls. hooks: remove torch's hooks.
     """
 
     left: ExitStack = field(default_factory=ExitStack)
@@ -27,24 +27,24 @@ class Planting:
     hooks: ExitStack = field(default_factory=ExitStack)
 
     def is_turn(self, at: int | None) -> bool:
-        """Count a call: is it number ``at``, if not each is meant?"""
+        """Count a call; return true for number ``at``, or for each if None."""
         self.calls += 1
         return at in (None, self.calls - 1)
 
 
-Plant = Callable[[Planting], AbstractContextManager[object]]  # while this is open, the fault is there
+Plant = Callable[[Planting], AbstractContextManager[object]]  # plants the fault while open
 
 
 @contextmanager
-def replaced(name: str, call: Callable[..., Any], *holders: Any) -> Iterator[None]:
-    """While this is open, ``name`` of each holder is ``call``, which gets the original before all arguments."""
+def replace_call(name: str, call: Callable[..., Any], *holders: Any) -> Iterator[None]:
+    """Replace ``name`` in each holder by ``call``, which gets the original before all arguments, while open."""
 
-    def made(original: Any) -> Callable[..., Any]:
+    def make(original: Any) -> Callable[..., Any]:
         return lambda *given, **named: call(original, *given, **named)  # a class binds this, and no partial
 
     kept = [(holder, vars(holder)[name], getattr(holder, name)) for holder in holders]
     for holder, _, original in kept:
-        setattr(holder, name, made(original))
+        setattr(holder, name, make(original))
     try:
         yield
     finally:
@@ -53,12 +53,12 @@ def replaced(name: str, call: Callable[..., Any], *holders: Any) -> Iterator[Non
 
 
 def in_place_of(name: str, call: Callable[..., Any], *holders: Any) -> Plant:
-    """``call`` in place of a function; it gets the fault, the original, and what that is given."""
-    return lambda fault: replaced(name, partial(call, fault), *holders)
+    """Replace a function by ``call``, which gets the fault, the original, and the arguments."""
+    return lambda fault: replace_call(name, partial(call, fault), *holders)
 
 
-def hooked(*looks: tuple[Callable[[Any], Any], Callable[..., Any]]) -> Plant:
-    """Hooks of torch's, each with what registers it; they get the fault before all arguments."""
+def plant_in_hooks(*looks: tuple[Callable[[Any], Any], Callable[..., Any]]) -> Plant:
+    """Register torch hooks, given with their registrars; they get the fault before all arguments."""
 
     @contextmanager
     def plant(fault: Planting) -> Iterator[None]:
@@ -71,11 +71,13 @@ def hooked(*looks: tuple[Callable[[Any], Any], Callable[..., Any]]) -> Plant:
 
 
 def several(given: Any) -> list[Any]:
-    """A tensor, or many, or none."""
+    """Return a tensor, several, or none in a list."""
     return [] if given is None else [given] if isinstance(given, Tensor) else list(given)
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether this rank has other numbers of the two, which are of one form. No other rank is asked."""
-    here, there = (part.to_dense() if part.layout != torch.strided else part for part in map(held_here, (one, other)))
+    """True if this rank's two tensors, in one form, have different numbers. Sends no messages."""
+    here, there = (
+        part.to_dense() if part.layout != torch.strided else part for part in map(local_tensor, (one, other))
+    )
     return bool(((here != there) & ~(here.isnan() & there.isnan())).any())

@@ -1,4 +1,4 @@
-"""What a step gives to sums over ranks, and what a fault makes of a sum."""
+"""A step's contributions to sums over ranks, and faults in a sum."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.core.observe.digest import digest
-from pipeproof.wings.mutate.planting import Planting, differ, replaced, several
+from pipeproof.wings.mutate.planting import Planting, differ, replace_call, several
 
 Change = Callable[[Tensor, Tensor], Tensor]  # of a rank's part and of the sum, what the rank gets in its place
 Group = tuple[int, ...]  # its ranks
@@ -27,7 +27,7 @@ def is_sum(tensors: Any, *more: Any, **named: Any) -> bool:
 
 
 class ChangedSum:
-    """A sum under way. It is changed when the step waits for it, not before.
+    """A sum in progress. It is changed at the step's wait, not before.
 
     ``pairs``: what a rank gives, and the tensor that the sum comes into.
     """
@@ -37,13 +37,13 @@ class ChangedSum:
         self._lock = Lock()  # a future ends in a thread of torch
 
     def wait(self, *arguments: Any, **named: Any) -> Any:
-        """As torch's."""
+        """Wait, like torch's."""
         result = self._work.wait(*arguments, **named)
         self._finish()
         return result
 
     def get_future(self) -> Any:
-        """As torch's."""
+        """Return a future, like torch's."""
 
         def finish(future: Any) -> Any:
             result = future.value()
@@ -67,7 +67,7 @@ class ChangedSum:
 
 @contextmanager
 def parts_of_sums(running: Callable[[], bool]) -> Iterator[Parts]:
-    """What this rank gives to sums while this is open. ``running``: whether the test's step runs now."""
+    """Collect this rank's contributions to sums while open. ``running``: true during the test's step."""
     parts = Parts()
 
     def note(allreduce: Any, group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
@@ -77,14 +77,14 @@ def parts_of_sums(running: Callable[[], bool]) -> Iterator[Parts]:
             parts.setdefault(tuple(dist.get_process_group_ranks(group)), []).append((content, running()))
         return allreduce(group, tensors, *more, **named)
 
-    with replaced("allreduce", note, dist.ProcessGroup):
+    with replace_call("allreduce", note, dist.ProcessGroup):
         yield parts
 
 
 def same_ranks(parts: Sequence[Parts], *, marked: bool) -> Group:
-    """The ranks of a group that give the same to each sum over them, by the parts of all ranks; empty if there is none.
+    """Find ranks in a group with equal contributions to each sum; empty without.
 
-    ``marked``: the test says where its step runs, and only sums in there count.
+    ``marked``: the test marks its step, and only sums inside count.
     """
     for ranks in dict.fromkeys(group for own in parts for group in own if len(group) > 1):
         given = [[part for part, running in parts[rank].get(ranks, ()) if running or not marked] for rank in ranks]

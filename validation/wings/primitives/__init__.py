@@ -1,13 +1,13 @@
-"""Each kind of parallelism in small: what it saves and costs, and a step of it on real ranks beside one device.
+"""Kinds of parallelism in small: savings, costs, and a step on real ranks compared with one device.
 
-A primitive (``primitive.PRIMITIVES``) is a row of a table: its axes of the mesh, formulas of what it saves and costs,
-and what implements it. What it does to a rank is a ``part.RankPart``: how a stage is wrapped, how its gradients are
-reduced, where the parts of its parameters lie. A stack (``stacks.Stack``) is several of them at once over one decoder,
-written as a line such as ``pp=2,tp=2,ddp=2``; ``stacked`` carries it out and hands the step to the white box,
-which knows nothing of primitives: the wing stands on ``validate``, as a user's own step does.
+A primitive (``primitive.PRIMITIVES``) is a row of a table: its axes of the mesh, formulas for savings and costs, and
+its implementation. Its work on a rank is a ``part.RankPart``: how a stage is wrapped, how its gradients are reduced,
+where the parts of its parameters lie. A stack (``stacks.Stack``) combines several over one decoder, written as a line
+such as ``pp=2,tp=2,ddp=2``; ``stacked`` runs it and gives the step to the white box, which knows nothing of primitives:
+the wing uses ``validate`` like a user's own step.
 
 Begin with ``part`` and ``data_parallel``, then ``stacked``. A new primitive is one file: its ``RankPart``, a row of
-``primitive.PRIMITIVES``, and its name in ``stacked.PARTS``. The face loads without torch, for a command line needs it.
+``primitive.PRIMITIVES``, and its name in ``stacked.PARTS``. The face loads without torch, for the command line.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from pipeproof.wings.primitives.primitive import Primitive as Primitive
 from pipeproof.wings.primitives.primitive import figures as figures
 from pipeproof.wings.primitives.stacks import ONE_DEVICE as ONE_DEVICE
 from pipeproof.wings.primitives.stacks import Stack as Stack
-from pipeproof.wings.primitives.stacks import alone as alone
-from pipeproof.wings.primitives.stacks import known_primitive as known_primitive
+from pipeproof.wings.primitives.stacks import find_primitive as find_primitive
+from pipeproof.wings.primitives.stacks import smallest_stack as smallest_stack
 
 if TYPE_CHECKING:
     from pipeproof.core.verdict import Verdict
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def validate_stack(stack: Stack, whitebox: "WhiteBox") -> "Verdict":
-    """The verdict on a step of ``stack`` beside the decoder on one device."""
-    from pipeproof.wings.primitives.stacked import validated
+    """Validate a step of ``stack`` against the decoder on one device."""
+    from pipeproof.wings.primitives.stacked import validate_stack
 
-    return validated(stack, whitebox)
+    return validate_stack(stack, whitebox)
 
 
 def setup_stack(context: "RankContext", stack: Stack) -> "Callable[[], Running]":
-    """Sets this rank of ``stack`` up to be timed."""
+    """Prepare this rank of ``stack`` for timing."""
     from pipeproof.wings.primitives.stacked import setup
 
     return setup(context, stack)

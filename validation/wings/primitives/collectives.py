@@ -1,6 +1,6 @@
-"""Collectives that gradients pass, in pairs: what one does in the forward, the other does in the backward.
+"""Differentiable collectives in pairs: the forward of one is the backward of the other.
 
-They are those of Megatron-LM (Shoeybi and others, 2019, figure 3; Korthikanti and others, 2022, figure 6).
+They follow Megatron-LM (Shoeybi and others, 2019, figure 3; Korthikanti and others, 2022, figure 6).
 """
 
 from typing import Any
@@ -12,108 +12,108 @@ from torch.distributed.tensor import DTensor
 
 
 class Copy(torch.autograd.Function):
-    """Nothing; the gradients that all ranks of ``group`` have for it are summed: f."""
+    """Identity; its backward sums gradients over ``group``: f."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """What came in."""
+        """Return the input."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """All ranks used it: the sum of what they give for it."""
-        return summed_over(gradients[0].contiguous().clone(), ctx.group), None
+        """Sum gradients, because all ranks used the input."""
+        return sum_over(gradients[0].contiguous().clone(), ctx.group), None
 
 
 class Reduce(torch.autograd.Function):
-    """The sum over ``group``, whose gradient every rank has: g."""
+    """Sum over ``group``; every rank has the gradient: g."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         """The sum."""
-        return summed_over(x.contiguous().clone(), group)
+        return sum_over(x.contiguous().clone(), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """It is the same for every addend."""
+        """Return the gradient, equal for all addends."""
         return gradients[0], None
 
 
 class Gather(torch.autograd.Function):
-    """The parts of all ranks of ``group`` along ``dim``, in the order of the ranks."""
+    """Join all parts in ``group`` along ``dim``, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, dim: int) -> Tensor:
         """The whole."""
         ctx.group, ctx.dim = group, dim
-        return put_together(part, group, dim)
+        return concatenate(part, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """All ranks used the part: the sum of what they give for it."""
-        return own_part(summed_over(gradients[0].contiguous().clone(), ctx.group), ctx.group, ctx.dim), None, None
+        """Sum gradients, because all ranks used the part."""
+        return own_part(sum_over(gradients[0].contiguous().clone(), ctx.group), ctx.group, ctx.dim), None, None
 
 
 class Scatter(torch.autograd.Function):
-    """Of the sum over ``group``, this rank's part along ``dim``."""
+    """Sum over ``group``, and keep this rank's part along ``dim``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, dim: int) -> Tensor:
         """The part."""
         ctx.group, ctx.dim = group, dim
-        return own_part(summed_over(x.contiguous().clone(), group), group, dim).contiguous()
+        return own_part(sum_over(x.contiguous().clone(), group), group, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Each rank has the gradient of its part, and gave to those of all."""
-        return put_together(gradients[0], ctx.group, ctx.dim), None, None
+        """Gather gradients: each rank has its part's, and contributed to all."""
+        return concatenate(gradients[0], ctx.group, ctx.dim), None, None
 
 
-def summed_over(tensor: Tensor, group: Any) -> Tensor:
+def sum_over(tensor: Tensor, group: Any) -> Tensor:
     """The sum over ``group``, in place."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def own_part(whole: Tensor, group: Any, dim: int) -> Tensor:
-    """This rank's of equal parts along ``dim``."""
+    """Return this rank's equal part along ``dim``."""
     return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
-def put_together(part: Tensor, group: Any, dim: int) -> Tensor:
-    """The parts of all ranks along ``dim``."""
+def concatenate(part: Tensor, group: Any, dim: int) -> Tensor:
+    """Gather all ranks' parts along ``dim``."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
-def copied(x: Tensor, group: Any) -> Tensor:
-    """``x``, which every rank has: here begins what they do with parts of the weights."""
+def copy_in(x: Tensor, group: Any) -> Tensor:
+    """Return ``x``, present on every rank: computation with partial weights begins."""
     return Copy.apply(x, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-def summed(x: Tensor, group: Any) -> Tensor:
-    """The sum of what ranks made with parts of the weights."""
+def sum_out(x: Tensor, group: Any) -> Tensor:
+    """Sum the results of partial weights over ranks."""
     return Reduce.apply(x, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-def gathered(part: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """The whole of every rank's part."""
+def gather(part: Tensor, group: Any, dim: int = 1) -> Tensor:
+    """Gather every rank's part."""
     return Gather.apply(part, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-def scattered(x: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """This rank's part of the sum of what ranks made with parts of the weights."""
+def scatter(x: Tensor, group: Any, dim: int = 1) -> Tensor:
+    """Sum the results of partial weights over ranks; return this rank's part."""
     return Scatter.apply(x, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-def reduced(name: str, parameter: nn.Parameter, group: Any) -> None:
-    """The gradient of the parameter ``name``, summed over ``group`` in place; of a DTensor what this rank has."""
+def reduce_gradient(name: str, parameter: nn.Parameter, group: Any) -> None:
+    """Sum the gradient of parameter ``name`` over ``group`` in place; of a DTensor, the local part."""
     if parameter.grad is not None:
         dist.all_reduce(local(parameter.grad), group=group)
 
 
 def local(gradient: Any) -> Any:
-    """What this rank has of ``gradient``."""
+    """Return the local part of ``gradient``."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

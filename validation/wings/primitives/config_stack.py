@@ -1,4 +1,4 @@
-"""The stack that stands for a config: all of one whose model is the decoder, a small one for a large job."""
+"""The stack for a config with a decoder: the whole configuration, scaled down from a large job."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from pipeproof.wings.primitives.sizes import BATCH, EACH, SEQUENCE
 from pipeproof.wings.primitives.stacks import ONE_DEVICE, PIPELINE, Stack, StackError
 
 _RECOMPUTE: Mapping[str, str] = MappingProxyType({"full": "recompute", "selective": "recompute-selective"})
-_REPLICAS = ("ddp", "zero-1", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
+_REPLICAS = ("ddp", "zero-1", "zero-2", "zero-3", "ep")  # primitives with separate microbatches on each rank
 # What the step of a stack has. Another step can stand for a large job's; what carries it out is never left out.
 _FIXED: Mapping[str, object] = MappingProxyType(
     {"dtype": DTYPES[0], "loss": LOSSES[0], "ragged": False, "unequal": False, "plan": ["train"]}
@@ -22,10 +22,10 @@ _CARRIED: Mapping[str, object] = MappingProxyType({"runtime": OWN, "options": []
 
 
 def stack_of(config: Config) -> Stack | None:
-    """The stack that is run of it; None where a case is.
+    """Return the stack for a config; None if a case fits.
 
-    Each axis has at most two ranks, but as many as are said where the model is ``STACKED``. Raises ``StackError`` where
-    that cannot be.
+    Axes are limited to two ranks, except for a ``STACKED`` model, which keeps its sizes. Raises ``StackError`` if
+    impossible.
     """
     own, names = config["model"] == STACKED, _primitives(config)
     if not own and (not config.is_scaled or not set(names) - {PIPELINE}):
@@ -47,7 +47,7 @@ def stack_of(config: Config) -> Stack | None:
 
 
 def _all_of(stack: Stack, config: Config) -> dict[str, object]:
-    """What a decoder's step has, besides axes."""
+    """Return a decoder step's properties besides axes."""
     stages = stack.sizes.get(PIPELINE, 1) * stack.virtual
     return {
         **_FIXED,
@@ -61,7 +61,7 @@ def _all_of(stack: Stack, config: Config) -> dict[str, object]:
 
 
 def _refuse_others(config: Config, had: Mapping[str, object]) -> None:
-    """Raise ``StackError`` where it says something else than what a stack has."""
+    """Raise ``StackError`` for a setting that differs from the stack."""
     for name, value in had.items():
         if name in config.data and config[name] != value:
             raise StackError(
@@ -71,7 +71,7 @@ def _refuse_others(config: Config, had: Mapping[str, object]) -> None:
 
 
 def not_stacked(config: Config) -> list[str]:
-    """What it asks for and its stack has not, with the reason."""
+    """List settings that the stack lacks, with reasons."""
     found = [
         f"{name} {json.dumps(config[name])}, for a stack has {json.dumps(value)}"
         for name, value in _FIXED.items()
@@ -91,7 +91,7 @@ def not_stacked(config: Config) -> list[str]:
 
 
 def _primitives(config: Config) -> dict[str, int]:
-    """Those it asks for and a stack can have, in the order of a mesh, and their sizes; 0 of one that has none."""
+    """Return requested primitives that a stack can have, in mesh order, with sizes; 0 without axes."""
     own = config["model"] == STACKED
     in_shards = config["zero"] > 0 and (own or not _has_tensors_in_shards(config))
     sizes = {
@@ -107,11 +107,11 @@ def _primitives(config: Config) -> dict[str, int]:
 
 
 def _replicas(config: Config) -> int:
-    """Ranks that hold the same stage, and its same experts."""
+    """Return the number of ranks with the same stage and the same experts."""
     spread = config["cp"] if config["ep"] > 1 else 1  # experts are spread over these ranks, too
     return int(config["dp"] * spread // config["ep"])
 
 
 def _has_tensors_in_shards(config: Config) -> bool:
-    """Whether it asks for ZeRO-1 with what its optimizer does not take."""
+    """True if ZeRO-1 shards tensors that its optimizer rejects."""
     return bool(config["zero"] == 1 and max(config["tp"], config["sp"]) > 1)

@@ -1,6 +1,6 @@
 """Context parallelism by hand: each rank has a part of every sequence, and gathers keys and values of all.
 
-torch's own ``context_parallel`` has no attention for CPUs (seen with torch 2.13).
+torch's own ``context_parallel`` has no attention for CPUs (observed with torch 2.13).
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.wings.primitives.collectives import gathered, reduced
-from pipeproof.wings.primitives.layers import Attention, Embedding, Microbatch, attended
+from pipeproof.wings.primitives.collectives import gather, reduce_gradient
+from pipeproof.wings.primitives.layers import Attention, Embedding, Microbatch, attend
 from pipeproof.wings.primitives.part import RankPart
 from pipeproof.wings.primitives.sizes import SEQUENCE
 
 
 def places(mesh: DeviceMesh, *, zigzag: bool = False) -> Tensor:
-    """The positions in a sequence of this rank's part.
+    """Return the positions of this rank's part in a sequence.
 
-    ``zigzag``: one piece of the beginning and one of the end, so that under a causal mask all ranks have as much to do.
+    ``zigzag``: a piece from the beginning and a piece from the end, to balance work under a causal mask.
     """
     own, positions = mesh.get_local_rank(), torch.arange(SEQUENCE)
     if not zigzag:
@@ -30,7 +30,7 @@ def places(mesh: DeviceMesh, *, zigzag: bool = False) -> Tensor:
 
 
 def part_of(microbatch: Microbatch, mesh: DeviceMesh, *, zigzag: bool = False) -> Microbatch:
-    """This rank's part of every sequence."""
+    """Return this rank's part of every sequence."""
     tokens, target = (one[:, places(mesh, zigzag=zigzag)] for one in microbatch)
     return tokens, target
 
@@ -39,20 +39,20 @@ AttendTo = Callable[..., Tensor]  # of a group, this rank's positions, its queri
 
 
 def split(stage: nn.Module, mesh: DeviceMesh, *, attend: AttendTo | None = None, zigzag: bool = False) -> nn.Module:
-    """Let attention see all of every sequence, and positions be those of this rank's part. In place."""
+    """Let attention see whole sequences, with positions of this rank's part. In place."""
     at = places(mesh, zigzag=zigzag)
     for module in stage.modules():
         if isinstance(module, Embedding):
             module.at = at
         if isinstance(module, Attention):
-            module.attend = partial(attend or attended_to_all, mesh.get_group(), at)
+            module.attend = partial(attend or attend_to_all, mesh.get_group(), at)
     return stage
 
 
-def attended_to_all(group: Any, at: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the queries at positions ``at`` to the keys of all ranks."""
-    every = gathered(at[None], group, 1)[0]
-    return attended(queries, gathered(keys, group, 2), gathered(values, group, 2), visible(at, every))
+def attend_to_all(group: Any, at: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Apply causal attention of queries at positions ``at`` to all ranks' keys."""
+    every = gather(at[None], group, 1)[0]
+    return attend(queries, gather(keys, group, 2), gather(values, group, 2), visible(at, every))
 
 
 def visible(at: Tensor, every: Tensor) -> Tensor:
@@ -60,16 +60,16 @@ def visible(at: Tensor, every: Tensor) -> Tensor:
     return every <= at[:, None]
 
 
-def summed(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """The gradients of all parameters: each rank has those of its part of the sequences."""
+def sum_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum all gradients: each rank has its part of the sequences."""
     for name, parameter in stage.named_parameters():
-        reduced(name, parameter, mesh.get_group())
+        reduce_gradient(name, parameter, mesh.get_group())
 
 
 def of_sequences(attend: AttendTo | None = None, *, zigzag: bool = False) -> RankPart:
-    """Context parallelism whose attention is ``attend``; None: the one that gathers."""
+    """Return context parallelism with attention ``attend``; None: the gathering kind."""
     cut, share = partial(split, attend=attend, zigzag=zigzag), partial(part_of, zigzag=zigzag)
-    return RankPart(cut, share=share, finish=summed, summed=True, in_parts=True)
+    return RankPart(cut, share=share, finish=sum_gradients, summed=True, in_parts=True)
 
 
 CONTEXT_PARALLEL = of_sequences()

@@ -12,52 +12,52 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.wings.primitives.collectives import local, reduced
+from pipeproof.wings.primitives.collectives import local, reduce_gradient
 from pipeproof.wings.primitives.part import RankPart
 
 
-def replicated(stage: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """``stage`` in DDP; itself if it has DTensors, which DDP cannot reduce: ``averaged`` does."""
+def replicate(stage: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Wrap ``stage`` in DDP, unless it has DTensors, which DDP cannot reduce: ``averaged`` does."""
     if has_dtensors(stage):
         return stage
     return DistributedDataParallel(stage, process_group=mesh.get_group(), **options)
 
 
 def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Gradients are reduced in the last backward alone."""
+    """Reduce gradients in the last backward alone."""
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
 
 
-def averaged(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """The mean of DTensors' gradients over the replicas."""
+def average(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Average DTensors' gradients over replicas."""
     if has_dtensors(stage):
         for name, parameter in stage.named_parameters():
-            reduced(name, parameter, mesh.get_group())
+            reduce_gradient(name, parameter, mesh.get_group())
             local(parameter.grad).div_(mesh.size())
 
 
 def has_dtensors(stage: nn.Module) -> bool:
-    """Whether any parameter is one."""
+    """True if a parameter is a DTensor."""
     return any(isinstance(parameter, DTensor) for parameter in stage.parameters())
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """What updates the parameters of a stage, and of the model on one device."""
+    """Return the optimizer for stages, and for the model on one device."""
     return torch.optim.Adam(model.parameters(), **ADAM)
 
 
-def updated_in_shares(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank updates its share of the parameters, of whose moments it alone knows, and hands them to the others."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what torch itself has deprecated
+def update_in_shares(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Update this rank's share of parameters, with its own moments, then broadcast it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own deprecations
 
     group = mesh.get_group()
     ZeroRedundancyOptimizer(stage.parameters(), optimizer_class=torch.optim.Adam, process_group=group, **ADAM).step()
 
 
 ADAM: Mapping[str, Any] = MappingProxyType({"lr": 1e-2})
-DDP = RankPart(replicated, sync=in_last, finish=averaged)
-ZERO_1 = RankPart(replicated, sync=in_last, finish=averaged, update=updated_in_shares)
-DDP_EVERY = RankPart(replicated, finish=averaged)
-DDP_UNUSED = RankPart(partial(replicated, find_unused_parameters=True), sync=in_last, finish=averaged)
+DDP = RankPart(replicate, sync=in_last, finish=average)
+ZERO_1 = RankPart(replicate, sync=in_last, finish=average, update=update_in_shares)
+DDP_EVERY = RankPart(replicate, finish=average)
+DDP_UNUSED = RankPart(partial(replicate, find_unused_parameters=True), sync=in_last, finish=average)
 # In every backward: where the first is in no_sync, static_graph fails an assertion of torch's own (2.13).
-DDP_STATIC = RankPart(partial(replicated, static_graph=True), finish=averaged)
+DDP_STATIC = RankPart(partial(replicate, static_graph=True), finish=average)

@@ -15,38 +15,38 @@ BALANCE = 0.01  # how much the auxiliary loss counts
 Microbatch: TypeAlias = tuple[Tensor, Tensor]
 
 
-CallOf = Callable[..., Any]  # of a layer, with all that it is given
+CallOf = Callable[..., Any]  # calls a layer with its inputs
 
 
 class Layers(nn.Sequential):
-    """Layers of which each takes all that the one before it returns, a tensor or several. ``call`` calls one."""
+    """Layers that each take all outputs of the previous one, one tensor or several. ``call`` calls one."""
 
     def __init__(self, *layers: Any) -> None:
         super().__init__(*layers)
-        self.call: CallOf = called
+        self.call: CallOf = call
 
     def forward(self, *given: Tensor) -> Any:
-        """What the last layer returns."""
+        """Return the last layer's output."""
         for layer in self:
             if getattr(layer, "dropout", 0):
-                seeded(given[0])
+                seed_from(given[0])
             found = self.call(layer, *given)
             given = found if isinstance(found, tuple) else (found,)
         return given if len(given) > 1 else given[0]
 
 
-def called(layer: nn.Module, *given: Tensor) -> Any:
-    """What it returns."""
+def call(layer: nn.Module, *given: Tensor) -> Any:
+    """Call a layer."""
     return layer(*given)
 
 
-def seeded(x: Tensor) -> None:
-    """What is drawn next follows from the bits of ``x``: it is the same on any rank, in any order of microbatches."""
+def seed_from(x: Tensor) -> None:
+    """Seed random numbers from the bits of ``x``: equal on all ranks, in any order of microbatches."""
     torch.manual_seed(bits(x))
 
 
 def bits(x: Tensor) -> int:
-    """A number that follows from the bits of all of ``x``, and from nothing else."""
+    """Hash all bits of ``x`` into a number."""
     return int(x.detach().view(torch.int32).sum())
 
 
@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         self.at: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The sum of both."""
+        """Return the sum of both."""
         at = torch.arange(tokens.shape[1], device=tokens.device) if self.at is None else self.at
         return self.tokens(tokens) + self.positions(at)  # type: ignore[no-any-return]
 
@@ -68,7 +68,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Causal; ``attend`` is given queries, keys and values, each (batch, heads, sequence, width of a head)."""
+    """Causal attention; ``attend`` gets queries, keys and values, each (batch, heads, sequence, head width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,26 +76,26 @@ class Attention(nn.Module):
         self.attend: Attend = causal
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, width) to the same; of as many heads as its weights are for."""
+        """Map (batch, sequence, width) to the same; the weights determine the number of heads."""
         queries, keys, values = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in self.inputs)
         return self.output(self.attend(queries, keys, values).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     @property
     def inputs(self) -> tuple[nn.Module, ...]:
-        """What makes queries, keys and values."""
+        """Modules for queries, keys and values."""
         return self.queries, self.keys, self.values
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of every token to itself and those before it."""
+    """Attend from every token to itself and earlier ones."""
     places = torch.arange(keys.shape[2], device=keys.device)
-    return attended(queries, keys, values, places <= places[:, None])
+    return attend(queries, keys, values, places <= places[:, None])
 
 
-def attended(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """Attention where ``seen``, which is (queries, keys)."""
+def attend(queries: Tensor, keys: Tensor, values: Tensor, observed: Tensor) -> Tensor:
+    """Attend within the mask ``observed``, (queries, keys)."""
     scores = queries @ keys.transpose(2, 3) / queries.shape[3] ** 0.5
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values  # type: ignore[no-any-return]  # in torch
+    return scores.masked_fill(~observed, float("-inf")).softmax(-1) @ values  # type: ignore[no-any-return]  # in torch
 
 
 class Feedforward(nn.Module):
@@ -111,7 +111,7 @@ class Feedforward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feedforward layer; ``dropout``: how much is dropped of what each gives, from 0 to 1."""
+    """Attention, then a feedforward layer; ``dropout``: rate on each output, from 0 to 1."""
 
     def __init__(self, dropout: float = 0) -> None:
         super().__init__()
@@ -120,16 +120,16 @@ class Block(nn.Module):
         self.norm, self.feedforward = nn.LayerNorm(WIDTH), Feedforward()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each is added to what came in."""
-        x = x + self._kept(self.attention(self.attention_norm(x)))
-        return x + self._kept(self.feedforward(self.norm(x)))
+        """Add each layer's output to its input."""
+        x = x + self._drop(self.attention(self.attention_norm(x)))
+        return x + self._drop(self.feedforward(self.norm(x)))
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class Spare(Block):
-    """A block with a layer that no microbatch comes to."""
+    """A block with a layer that all microbatches bypass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ class Spare(Block):
 
 
 class Optional(Spare):
-    """And some microbatches pass all of it by, told by their bits."""
+    """A spare block that some microbatches bypass, depending on their bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What came in, or what the block makes of it."""
+        """Return the input, or the block's output."""
         return super().forward(x) if bits(x) % 2 else x
 
 
@@ -148,7 +148,7 @@ Visit = Callable[[Tensor, Tensor], Tensor]
 
 
 class Mixture(nn.Module):
-    """Experts that a router chooses, and one that all tokens share. ``visit`` brings tokens to experts, and back."""
+    """Experts chosen by a router, and one shared by all tokens. ``visit`` brings tokens to experts, and back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,11 +158,11 @@ class Mixture(nn.Module):
         self.visit: Visit = self._here
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the experts make of every token, weighted; and the auxiliary loss, a number."""
+        """Return the weighted expert outputs for every token; and the auxiliary loss, a number."""
         tokens = x.reshape(-1, WIDTH)
         chances = self.router(tokens).softmax(-1)
         weights, chosen = chances.topk(CHOSEN)
-        kept = within_capacity(chosen.flatten()).nonzero()[:, 0]
+        kept = fits_capacity(chosen.flatten()).nonzero()[:, 0]
         made = self.visit(tokens[kept // CHOSEN], chosen.flatten()[kept])
         found = tokens.new_zeros(len(tokens) * CHOSEN, WIDTH).index_put((kept,), made)
         mixed = (found.view(-1, CHOSEN, WIDTH) * weights[:, :, None]).sum(1)
@@ -176,21 +176,21 @@ class Mixture(nn.Module):
         return found
 
 
-def within_capacity(expert: Tensor) -> Tensor:
-    """Which of these visits to experts find room: an expert takes the first that come."""
+def fits_capacity(expert: Tensor) -> Tensor:
+    """Mark visits within an expert's capacity: the first ones."""
     visits = nn.functional.one_hot(expert, EXPERTS)
     before = (visits.cumsum(0) * visits).sum(1)
     return before <= CAPACITY * len(expert) / EXPERTS
 
 
 def balance(chances: Tensor, chosen: Tensor) -> Tensor:
-    """The auxiliary loss of Switch Transformers (Fedus and others, 2021), equation 4: least if all experts are used."""
+    """Compute the auxiliary loss of Switch Transformers (Fedus and others, 2021), equation 4: least for equal use."""
     used = nn.functional.one_hot(chosen, EXPERTS).sum(1).double().mean(0) / CHOSEN
     return EXPERTS * (used.to(chances.dtype) * chances.mean(0)).sum()
 
 
 class ExpertBlock(nn.Module):
-    """Attention, then experts; the auxiliary loss goes along."""
+    """Attention, then experts; passes the auxiliary loss on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,21 +198,21 @@ class ExpertBlock(nn.Module):
         self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture()
 
     def forward(self, x: Tensor, auxiliary: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Each is added to what came in, the auxiliary loss too."""
+        """Add each layer's output to its input, and the auxiliary losses too."""
         x = x + self.attention(self.attention_norm(x))
         made, own = self.mixture(self.norm(x))
         return x + made, own if auxiliary is None else auxiliary + own
 
 
 class Head(nn.Module):
-    """The logits of what comes next; an auxiliary loss passes."""
+    """Next-token logits; passes an auxiliary loss on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor, auxiliary: Tensor | None = None) -> Any:
-        """(batch, sequence, vocabulary), and the auxiliary loss if there is one."""
+        """Return (batch, sequence, vocabulary), and the auxiliary loss if present."""
         logits = self.output(self.norm(x))
         return logits if auxiliary is None else (logits, auxiliary)
 
@@ -239,7 +239,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def microbatches(count: int, seed: int = 0) -> list[Microbatch]:
-    """Tokens, and those that come next."""
+    """Return tokens and next tokens."""
     draw = torch.Generator().manual_seed(seed)
     text = (torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=draw) for _ in range(count))
     return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in text]

@@ -1,4 +1,4 @@
-"""The norm of all gradients, whichever ranks have which part of them."""
+"""Norm of all gradients, for any distribution over ranks."""
 
 from collections.abc import Collection, Iterable
 
@@ -12,9 +12,9 @@ from pipeproof.wings.primitives.experts import is_expert
 
 
 def norm_of(stages: Iterable[nn.Module], mesh: DeviceMesh, *, in_parts: Collection[nn.Parameter] = ()) -> float:
-    """The same on every rank of ``mesh``: each gradient counts once, however many ranks have it or a part of it.
+    """Compute the norm, equal on every rank of ``mesh``: each gradient counts once, whole or in parts.
 
-    ``in_parts``: parameters that were cut by hand, so that each rank along tp or sp has a part.
+    ``in_parts``: parameters cut by hand along tp or sp.
     """
     squares = {axis: torch.zeros((), dtype=torch.float64) for axis in ("", "ep", "tp", "sp")}
     by_hand = next((axis for axis in ("tp", "sp") if axis in (mesh.mesh_dim_names or ())), "")
@@ -23,18 +23,18 @@ def norm_of(stages: Iterable[nn.Module], mesh: DeviceMesh, *, in_parts: Collecti
             axis = "ep" if is_expert(name) else by_hand if parameter in in_parts else ""
             if parameter.grad is not None:
                 squares[axis] += square(parameter.grad)
-    total = sum((summed_along(axis, one, mesh) for axis, one in squares.items()), torch.zeros(()))
-    return float(summed_along("pp", total, mesh).sqrt())
+    total = sum((sum_along(axis, one, mesh) for axis, one in squares.items()), torch.zeros(()))
+    return float(sum_along("pp", total, mesh).sqrt())
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The square of its norm; of a DTensor, of all its shards."""
+    """Return the square of the norm; for a DTensor, over all shards."""
     found = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     return (found.full_tensor() if isinstance(found, DTensor) else found).cpu() ** 2
 
 
-def summed_along(axis: str, number: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks along ``axis``, if there is one: they have gradients of their own."""
+def sum_along(axis: str, number: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum along ``axis``, if present, where ranks have separate gradients."""
     if axis in (mesh.mesh_dim_names or ()):
         number = number.to(mesh.device_type)
         dist.all_reduce(number, group=mesh.get_group(axis))

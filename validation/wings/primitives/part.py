@@ -1,4 +1,4 @@
-"""What a primitive does on one rank: a few functions, of which most do nothing."""
+"""A primitive's work on one rank: a few functions, most without effect."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,14 +30,14 @@ def _at_once(module: nn.Module, last: bool) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One primitive on one rank, of ``mesh``, which has its axes alone.
+    """One primitive on one rank of ``mesh``, which has only its axes.
 
-    apply: changes a stage in place, and returns what is called in its place, such as a DDP. share: what this rank gets
-    of a microbatch. sync: around the forward and backward of each microbatch; told whether it is the last. around: a
-    whole step. finish: reduces gradients after the last backward. summed: it sums them over its ranks, so that each has
-    its share of the loss. in_parts: each rank's loss is that of its part of every sequence. loss: a microbatch's, of
-    output, target and mesh=, where ranks have parts of the output. held: where the parameters lie of which this rank
-    has a part, as a plain tensor. update: the optimizer's step, after all else.
+    apply: changes a stage in place, and returns its callable, such as a DDP. share: this rank's part of a microbatch.
+    sync: around the forward and backward of each microbatch, with a flag for the last. around: a whole step. finish:
+    reduces gradients after the last backward. summed: it sums them over its ranks, so each has its share of the loss.
+    in_parts: each rank's loss covers its part of every sequence. loss: a microbatch's, from output, target and mesh=,
+    if ranks have parts of the output. held: positions of parameters that this rank has in part, as plain tensors.
+    update: the optimizer's step, at the end.
     """
 
     apply: Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -53,5 +53,5 @@ class RankPart:
 
     @property
     def updates(self) -> bool:
-        """Whether it has an optimizer."""
+        """True if it has an optimizer."""
         return self.update is not _nothing

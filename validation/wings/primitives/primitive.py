@@ -1,7 +1,7 @@
-"""Kinds of parallelism as one table: what each saves and costs, by which formula, and what implements it here.
+"""Table of parallelisms: savings and costs, their formulas, and implementations.
 
-Bytes are those of bf16 weights, gradients summed in fp32, and Adam in fp32: 2 + 4 + 12 a parameter. A formula is read
-by tests, which hold it against what ``pipeproof advise`` computes.
+Bytes are for bf16 weights, gradients summed in fp32, and Adam in fp32: 2 + 4 + 12 a parameter. Tests compare the
+formulas with ``pipeproof advise``.
 """
 
 import json
@@ -29,7 +29,7 @@ SYMBOLS: Mapping[str, str] = {
 
 
 class Level(IntEnum):
-    """Where a primitive works; the innermost is applied first."""
+    """The level of a primitive's work; the innermost is applied first."""
 
     INSIDE = 0  # a layer
     AROUND = 1  # a layer
@@ -39,9 +39,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Primitive:
-    """One kind of parallelism. ``saves`` and ``costs``: a formula in ``SYMBOLS``, and what it is a number of.
+    """One kind of parallelism. ``saves`` and ``costs``: a formula in ``SYMBOLS``, and its unit.
 
-    ``axes``: of the mesh, with as many ranks each as is said; a primitive without any works on every rank alone.
+    ``axes``: of the mesh, with their numbers of ranks; a primitive without axes works on every rank separately.
     """
 
     name: str
@@ -175,7 +175,7 @@ PRIMITIVES = _by_name(
         source="Liu et al., Ring Attention, 2023",
     ),
 )
-# What else a stack can be made of: another way to carry out one of those above.
+# Further parts for a stack: other implementations of the primitives above.
 VARIANTS: Mapping[str, str] = {
     "recompute-reentrant": "recompute",
     "recompute-selective": "recompute",
@@ -195,16 +195,15 @@ ALIASES: Mapping[str, str] = {"dp": "ddp", "fsdp": "zero-3"}
 
 
 def primitive_of(name: str) -> Primitive:
-    """That of the table: what a variant is one of."""
+    """Return a primitive from the table; for a variant, its base."""
     return PRIMITIVES[VARIANTS.get(name, name)]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """How a primitive alone was validated on the smallest mesh, with so many seeds of weights and data.
+    """Results of validating a primitive alone on the smallest mesh, over seeds of weights and data.
 
-    parameters: how many gradients were compared each time. worst: the largest relative error of any; floor: what
-    rounding did to that one.
+    parameters: number of gradients compared for each seed. worst: their largest relative error; floor: its rounding.
     """
 
     ranks: int
@@ -217,6 +216,6 @@ class Figures:
 
 
 def figures() -> Mapping[str, Figures]:
-    """By the names of primitives: what ``ci/primitives`` measured and keeps in ``figures.json``."""
+    """Return the measurements of ``ci/primitives`` in ``figures.json``, by primitive."""
     text = files(__package__).joinpath("figures.json").read_text(encoding="utf-8")
     return {name: Figures(**one) for name, one in json.loads(text).items()}

@@ -19,23 +19,23 @@ SELECTIVE: dict[str, Any] = OTHER | {"context_fn": partial(create_selective_chec
 
 
 def again(function: Callable[..., Any], *given: Tensor, **how: Any) -> Any:
-    """What ``function`` makes of ``given``; what its backward needs is computed again there."""
+    """Call ``function``; its backward recomputes intermediate results."""
     return checkpoint(function, *given, **how)
 
 
 def block_again(layer: nn.Module, *given: Tensor, **how: Any) -> Any:
-    """A block, recomputed; no embedding, whose input wants no gradient, and no head, whose backward comes at once."""
+    """Recompute a block, but no embedding, whose input needs no gradient, and no head, whose backward is next."""
     return layer(*given) if isinstance(layer, Embedding | Head) else again(layer, *given, **how)
 
 
 def of_blocks(stage: Any, mesh: DeviceMesh, **how: Any) -> nn.Module:
-    """Every block of ``stage`` is recomputed. In place."""
+    """Recompute every block of ``stage``. In place."""
     stage.call = partial(block_again, **how)
     return stage  # type: ignore[no-any-return]
 
 
 def of_attention(stage: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
-    """What attention makes of queries, keys and values is recomputed, as by Korthikanti and others, 2022. In place."""
+    """Recompute attention on queries, keys and values, like Korthikanti and others, 2022. In place."""
     for module in stage.modules():
         if isinstance(module, Attention):
             module.attend = partial(again, module.attend, **how)

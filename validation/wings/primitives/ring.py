@@ -1,7 +1,7 @@
 """Ring attention by hand (Liu and others, 2023): keys and values of each rank go round, a block at a time.
 
-Blocks are merged by the logarithms of their sums of exponentials, as FlashAttention merges them (Dao and others, 2022).
-In the backward, blocks go round again, with the gradients that ranks have for them.
+Blocks are merged by the logarithms of their sums of exponentials, like in FlashAttention (Dao and others, 2022). In the
+backward, blocks go round again, with their gradients from all ranks.
 """
 
 from collections.abc import Sequence
@@ -18,36 +18,36 @@ NEVER = float("-inf")
 
 
 class Ring(torch.autograd.Function):
-    """Causal attention of queries at the positions ``at`` to the keys of all ranks: (batch, heads, part, width)."""
+    """Causal attention from queries at positions ``at`` to all ranks' keys: (batch, heads, part, width)."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, group: Any) -> Tensor:
-        """What the values of all ranks come to."""
+        """Return attention over all ranks' values."""
         ctx.group = group
         found, total = torch.zeros_like(queries), queries.new_full((*queries.shape[:-1], 1), NEVER)
         block: Sequence[Tensor] = (keys, values, at)
         for _ in range(dist.get_world_size(group)):
-            found, total = merged((found, total), attended_block(queries, at, *block))
-            block = passed_on(block, group)
+            found, total = merge((found, total), attend_block(queries, at, *block))
+            block = pass_on(block, group)
         ctx.save_for_backward(queries, keys, values, at, found, total)
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradients of queries, keys and values: after a round, those of each block are back where it came from."""
+        """Return gradients for queries, keys and values: after a round, each block's are back at its rank."""
         queries, keys, values, at, found, total = ctx.saved_tensors
         attended, of_queries = Attended(queries, at, found, total, gradients[0]), torch.zeros_like(queries)
         block: Sequence[Tensor] = (keys, values, at, torch.zeros_like(keys), torch.zeros_like(values))
         for _ in range(dist.get_world_size(ctx.group)):
             own, *theirs = attended.gradients(Block(*block[:3]))
             of_queries = of_queries + own
-            block = passed_on((*block[:3], *added(block[3:], theirs)), ctx.group)
+            block = pass_on((*block[:3], *add(block[3:], theirs)), ctx.group)
         return of_queries, *block[3:], None, None
 
 
 @dataclass(frozen=True)
 class Block:
-    """Keys and values of one rank, which are of the tokens at ``places``."""
+    """One rank's keys and values, for tokens at ``places``."""
 
     keys: Tensor
     values: Tensor
@@ -56,9 +56,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Attended:
-    """Queries at the positions ``at``, what attention found for them, and the logarithm of its sum of exponentials.
+    """Queries at positions ``at``, their attention, and the logarithm of its sum of exponentials.
 
-    ``gradient``: the loss's, of what was found.
+    ``gradient``: the loss's, for the attention.
     """
 
     queries: Tensor
@@ -68,7 +68,7 @@ class Attended:
     gradient: Tensor
 
     def gradients(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the queries, as far as they come from ``block``, and of its keys and values."""
+        """Return gradients for queries, from ``block`` alone, and for its keys and values."""
         weights = share(scores(self.queries, self.at, block.keys, block.places), self.total)
         of_found = (self.gradient * self.found).sum(3, keepdim=True)
         of_scores = weights * (self.gradient @ block.values.transpose(2, 3) - of_found)
@@ -79,36 +79,39 @@ class Attended:
 
 def scores(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
     """Of queries at ``at`` and keys at ``places``, (batch, heads, queries, keys)."""
-    seen = visible(at, places)
+    observed = visible(at, places)
     products = queries @ keys.transpose(2, 3) / queries.shape[3] ** 0.5
-    return products.masked_fill(~seen, NEVER)  # type: ignore[no-any-return]  # in torch
+    return products.masked_fill(~observed, NEVER)  # type: ignore[no-any-return]  # in torch
 
 
-def attended_block(queries: Tensor, at: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to one block, and the logarithm of its sum of exponentials; nothing where none of it may be seen."""
+def attend_block(queries: Tensor, at: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend to one block; return also the logarithm of the sum of exponentials.
+
+    Returns zero for a fully masked block.
+    """
     every = scores(queries, at, keys, places)
     total = every.logsumexp(3, keepdim=True)
     return share(every, total) @ values, total
 
 
-def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention to both of two blocks, of that to each."""
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over two blocks."""
     total = torch.logaddexp(one[1], other[1])
     return one[0] * share(one[1], total) + other[0] * share(other[1], total), total
 
 
 def share(part: Tensor, total: Tensor) -> Tensor:
-    """What ``part`` is of ``total``, of the logarithms of both; 0 where the total is nothing."""
+    """Return the ratio of ``part`` to ``total``, both logarithms; 0 for an empty total."""
     return torch.exp(part - total.masked_fill(total == NEVER, 0))
 
 
-def added(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """Those of all ranks so far, and this one's."""
+def add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Add this rank's gradients to the sum."""
     return [one + other for one, other in zip(gradients, more, strict=True)]
 
 
-def passed_on(block: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The block of the rank before, for that which the next one gets."""
+def pass_on(block: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """Send the block to the next rank, and receive the previous rank's."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     before, after = (dist.get_global_rank(group, (rank + step) % size) for step in (-1, 1))
     came = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in block]
@@ -119,10 +122,10 @@ def passed_on(block: Sequence[Tensor], group: Any) -> list[Tensor]:
     return came
 
 
-def attended_round(group: Any, at: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the queries at positions ``at`` to the keys of all ranks."""
+def attend_round(group: Any, at: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Apply causal attention of queries at positions ``at`` to all ranks' keys."""
     return Ring.apply(queries, keys, values, at, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-RING = of_sequences(attended_round)
-RING_ZIGZAG = of_sequences(attended_round, zigzag=True)
+RING = of_sequences(attend_round)
+RING_ZIGZAG = of_sequences(attend_round, zigzag=True)

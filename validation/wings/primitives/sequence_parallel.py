@@ -1,4 +1,4 @@
-"""Tensor parallelism whose norms and residuals hold a part of every sequence: torch's ``SequenceParallel``."""
+"""Tensor parallelism with norms and residuals split along sequences: torch's ``SequenceParallel``."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeproof.wings.primitives.tensor_parallel import Plan
 
 
 def of_block() -> Plan:
-    """Sequences are gathered before attention and the feedforward layer, and scattered behind them."""
+    """Gather sequences before attention and feedforward layers, and scatter behind."""
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     columns = ("attention.queries", "attention.keys", "attention.values", "feedforward.up")
     return {
@@ -36,30 +36,30 @@ def of_block() -> Plan:
 
 
 def of_head() -> Plan:
-    """The norm is of a part of each sequence; logits are of all of it, and of a part of the vocabulary."""
+    """Split the norm along sequences, and logits along the vocabulary."""
     output = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     return {"norm": SequenceParallel(), "output": output}
 
 
 def of_embedding() -> Plan:
-    """Each rank looks up its part of the vocabulary, and all add it up."""
+    """Look up this rank's part of the vocabulary, and sum over ranks."""
     return {"tokens": RowwiseParallel(input_layouts=Replicate())}
 
 
-def scattered() -> PrepareModuleOutput:
-    """Of what an embedding puts out, this rank's part of every sequence."""
+def scatter_embedding() -> PrepareModuleOutput:
+    """Return this rank's part of an embedding's output, along sequences."""
     return PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),))
 
 
 def cut(stage: Any, mesh: DeviceMesh) -> nn.Module:
-    """Every layer of ``stage`` by its plan, in place."""
+    """Apply the plans to every layer of ``stage``, in place."""
     for layer in stage:
         embeds = isinstance(layer, Embedding)
         parallelize_module(
             layer, mesh, of_embedding() if embeds else of_head() if isinstance(layer, Head) else of_block()
         )
         if embeds:
-            parallelize_module(layer, mesh, scattered())
+            parallelize_module(layer, mesh, scatter_embedding())
     return stage  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in a step of a stack; and the verdict on it."""
+"""A rank's work in a step of a stack; and the step's verdict."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from pipeproof import StepResult
 from pipeproof.core.observe.watching import watch
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
@@ -20,7 +21,7 @@ from pipeproof.own.timed_step import Running, Setup
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.step import PipelineSchedule
-from pipeproof.whitebox import HandedBack, WhiteBox
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.primitives.context import CONTEXT_PARALLEL, ZIGZAG
 from pipeproof.wings.primitives.data_parallel import DDP, DDP_EVERY, DDP_STATIC, DDP_UNUSED, ZERO_1, adam
 from pipeproof.wings.primitives.experts import EXPERT_PARALLEL
@@ -43,7 +44,7 @@ from pipeproof.wings.primitives.tensor_parallel import TENSOR_PARALLEL
 from pipeproof.worlds.worker import RankContext
 
 
-def sharded(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
+def shard_layers(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
     """Every layer of ``stage`` in shards; with a mesh of two axes, in copies along the first. In place."""
     for layer in (*stage, stage):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -51,15 +52,15 @@ def sharded(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
 
 
 def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Gradients are reduced in the last backward alone."""
+    """Reduce gradients in the last backward alone."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     return nullcontext()
 
 
-ZERO_3 = RankPart(sharded, sync=in_last)
-ZERO_3_EVERY = RankPart(sharded)
-ZERO_2 = RankPart(partial(sharded, reshard=False), sync=in_last)
+ZERO_3 = RankPart(shard_layers, sync=in_last)
+ZERO_3_EVERY = RankPart(shard_layers)
+ZERO_2 = RankPart(partial(shard_layers, reshard=False), sync=in_last)
 
 PARTS: Mapping[str, RankPart] = MappingProxyType(
     {
@@ -89,10 +90,10 @@ PARTS: Mapping[str, RankPart] = MappingProxyType(
     }
 )
 Parts = Sequence[tuple[RankPart, DeviceMesh]]
-Step = Callable[[Any, list[Microbatch]], HandedBack]
+Step = Callable[[Any, list[Microbatch]], StepResult]
 
 
-def validated(
+def validate_stack(
     stack: Stack, whitebox: WhiteBox, *, step: Step | None = None, reference: Callable[[], nn.Module] | None = None
 ) -> Verdict:
     """The verdict on a step of ``stack``, or on another ``step``, beside the decoder on one device."""
@@ -108,24 +109,24 @@ def validated(
 
 
 def reference_of(stack: Stack) -> Callable[[], nn.Module]:
-    """Builds the model on one device."""
+    """Return the builder of the model on one device."""
     blocks = stack.blocks or "experts" * stack.has_experts
     return partial(decoder, stack.layers, blocks=blocks, dropout=stack.dropout, seed=stack.seed)
 
 
 def step_of(stack: Stack) -> Step:
-    """What every rank does."""
+    """Return the step of every rank."""
     return partial(run, stack=stack)
 
 
-def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> HandedBack:
-    """One step of this rank: its stages, its share of the microbatches, all gradients reduced."""
+def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> StepResult:
+    """Run one step on this rank: its stages, its share of microbatches, all gradients reduced."""
     return ready(model, microbatches, stack=stack).step()
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Of a rank: the mesh of its stack, and each part with the axes that it is on."""
+    """A rank's place: the mesh of its stack, and each part with its axes."""
 
     stack: Stack
     mesh: DeviceMesh
@@ -133,13 +134,13 @@ class RankPlace:
 
     @classmethod
     def of(cls, stack: Stack, model: nn.Module) -> Self:
-        """That of this rank."""
+        """Build this rank's parts."""
         mesh = mesh_of(stack, model)
         axes = {name: primitive_of(name).axes for name in stack.parts}
         return cls(stack, mesh, [(PARTS[name], mesh[own] if own else mesh) for name, own in axes.items()])
 
     def pipeline(self, modules: Sequence[nn.Module], microbatches: int) -> PipelineSchedule | None:
-        """Of this rank's ``modules``, where stages are on several ranks."""
+        """Build the pipeline of this rank's ``modules``, if several ranks have stages."""
         if not self.stack.has_pipeline:
             return None
         return PipelineSchedule(
@@ -153,7 +154,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank that has its stages and its share of the microbatches: it steps, and again once gradients are cleared."""
+    """A rank with stages and its share of microbatches, ready to step; cleared gradients allow another step."""
 
     place: RankPlace
     stages: Sequence[Layers]
@@ -162,7 +163,7 @@ class Ready:
     divisor: float
     pipeline: PipelineSchedule | None
 
-    def step(self) -> HandedBack:
+    def step(self) -> StepResult:
         """Forward and backward of every microbatch, all gradients reduced."""
         parts = self.place.parts
         with ExitStack() as around:
@@ -171,11 +172,11 @@ class Ready:
             if self.pipeline is not None:
                 losses = list(self.pipeline.train_step(self.microbatches, loss_divisor=self.divisor).losses)
             else:
-                losses = accumulated(self.modules[0], self.microbatches, self.divisor, parts)
-        return self._handed_back(losses)
+                losses = accumulate(self.modules[0], self.microbatches, self.divisor, parts)
+        return self._result(losses)
 
-    def _handed_back(self, losses: Sequence[float]) -> HandedBack:
-        """What this rank made, once all gradients are reduced and parameters are updated."""
+    def _result(self, losses: Sequence[float]) -> StepResult:
+        """Return this rank's results after reducing gradients and updating parameters."""
         stack, mesh, parts = self.place.stack, self.place.mesh, self.place.parts
         each = [(part, stage, own) for part, own in parts for stage in self.stages]
         for part, stage, own in each:
@@ -184,12 +185,12 @@ class Ready:
         norm = norm_of(self.stages, mesh, in_parts=held)
         for part, stage, own in each:
             part.update(stage, own)
-        told = whole(losses, parts) if holds_loss(mesh, stack) else None
-        return HandedBack(self.stages, losses=told, grad_norm=norm, gradients=gradients_of(self.stages, held))
+        reported = whole(losses, parts) if holds_loss(mesh, stack) else None
+        return StepResult(self.stages, losses=reported, grad_norm=norm, gradients=gradients_of(self.stages, held))
 
 
 def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> Ready:
-    """This rank of ``stack``, before its first step."""
+    """Prepare this rank of ``stack`` for its first step."""
     place = RankPlace.of(stack, model)
     stages = [watch(one) for one in stages_of(model, place.mesh, stack)]
     modules: list[nn.Module] = list(stages)
@@ -201,7 +202,7 @@ def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) ->
 
 
 def setup(context: RankContext, stack: Stack) -> Setup:
-    """Sets this rank of ``stack`` up to be timed, with the microbatches of its replica."""
+    """Prepare this rank of ``stack`` for timing, with its replica's microbatches."""
     every = microbatches(stack.microbatches, stack.seed)
     own = Replicas.along(stack.sizes or 1, stack.microbatches).share(context.rank)
     given = [(x.to(context.device), y.to(context.device)) for x, y in (every[number] for number in own)]
@@ -215,46 +216,46 @@ def setup(context: RankContext, stack: Stack) -> Setup:
 
 
 def mesh_of(stack: Stack, model: nn.Module) -> DeviceMesh:
-    """Of a stack without axes, one rank."""
+    """Return the mesh; one rank for a stack without axes."""
     sizes = stack.sizes or {"dp": 1}
     return init_device_mesh(device_of(model), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def device_of(model: nn.Module) -> str:
-    """The kind of device that it is on."""
+    """Return the model's kind of device."""
     return next(model.parameters()).device.type
 
 
 def stages_of(model: Layers, mesh: DeviceMesh, stack: Stack) -> list[Layers]:
-    """This rank's layers, stage by stage."""
+    """Return this rank's layers, stage by stage."""
     if not stack.has_pipeline:
         return [model]
-    numbers = placed(stack).stages_of(mesh.get_local_rank(PIPELINE))
+    numbers = placement_of(stack).stages_of(mesh.get_local_rank(PIPELINE))
     each = len(model) // (stack.sizes[PIPELINE] * stack.virtual)
     return [model[number * each : (number + 1) * each] for number in numbers]  # type: ignore[misc]  # of one class
 
 
-def placed(stack: Stack) -> Schedule:
-    """Which says where stages are."""
+def placement_of(stack: Stack) -> Schedule:
+    """Return a schedule with the placement of stages."""
     return build(stack.schedule, ranks=stack.sizes[PIPELINE], microbatches=stack.each, virtual=stack.virtual)
 
 
 def holds_loss(mesh: DeviceMesh, stack: Stack) -> bool:
-    """Whether this rank has the last stage."""
-    return not stack.has_pipeline or mesh.get_local_rank(PIPELINE) == placed(stack).placement[-1]
+    """True if this rank has the last stage."""
+    return not stack.has_pipeline or mesh.get_local_rank(PIPELINE) == placement_of(stack).placement[-1]
 
 
 def gradients_of(
     stages: Sequence[nn.Module], held: Mapping[nn.Parameter, Index]
 ) -> Mapping[nn.Parameter, object] | None:
-    """All of ``stages``, those of parts of parameters with where these lie; None where ``.grad`` tells all."""
+    """Return all gradients of ``stages``, with the positions of partial ones; None if ``.grad`` suffices."""
     if not held:
         return None
     return {one: (one.grad, held[one]) if one in held else one.grad for stage in stages for one in stage.parameters()}
 
 
 def divisor_of(count: float, parts: Parts) -> float:
-    """What each loss is divided by: how many microbatches there are in a sum; in a mean of replicas, on average."""
+    """Return the divisor of each loss: microbatches in a sum, or their average over replicas in a mean."""
     found = torch.tensor(count, dtype=torch.float64)
     for part, own in parts:
         for axis in range(own.ndim):
@@ -264,11 +265,11 @@ def divisor_of(count: float, parts: Parts) -> float:
 
 
 def loss_of(parts: Parts) -> Callable[[Any, Tensor], Tensor]:
-    """The model's, or that of the part whose ranks have parts of the output."""
+    """Return the model's loss, or a part's, for partial outputs."""
     return next((partial(part.loss, mesh=own) for part, own in parts if part.loss is not None), loss_fn)
 
 
-def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: float, parts: Parts) -> list[float]:
+def accumulate(module: nn.Module, microbatches: Sequence[Microbatch], divisor: float, parts: Parts) -> list[float]:
     """Forward and backward of every microbatch, and their losses."""
     losses = []
     for number, (x, target) in enumerate(microbatches, start=1):
@@ -282,7 +283,7 @@ def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: 
 
 
 def whole(losses: Sequence[float], parts: Parts) -> list[float]:
-    """Losses of whole sequences, of those of their parts."""
+    """Return losses of whole sequences from those of parts."""
     found = torch.tensor(losses)
     for part, own in parts:
         if part.in_parts:

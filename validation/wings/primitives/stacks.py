@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeproof.pipeline.schedules import build, canonical_name, known_are, virtuals
-from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.pipeline.schedules import build, canonical_name, list_known, virtuals
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, check_count
 from pipeproof.wings.primitives.primitive import ALIASES, PRIMITIVES, VARIANTS, Level, primitive_of
 from pipeproof.wings.primitives.sizes import EACH, EXPERTS, HEADS, SEQUENCE
 
@@ -22,16 +22,16 @@ _APART = ("ddp", "zero-1")  # replicas that meet once a step, and so may have un
 
 
 class StackError(ValueError):
-    """A stack that cannot be."""
+    """A stack that cannot run."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """``sizes`` of the mesh by its axes, ranks in rows; ``parts``: the primitives on them, the innermost first.
+    """``sizes`` of the mesh by axis, in rows; ``parts``: its primitives, innermost first.
 
-    schedule, virtual: of the pipeline, if pp is one of the axes. microbatches: of the whole step. seed: of weights and
-    data. dropout: the decoder's, drawn by the bits of what a layer is given, so that these must be the model's own.
-    blocks: the decoder's; empty: with experts along ep, else plain.
+    schedule, virtual: for the pipeline, if pp is an axis. microbatches: in the whole step. seed: for weights and data.
+    dropout: the decoder's, drawn from the bits of a layer's input, so inputs must equal the model's. blocks: the
+    decoder's; empty: with experts along ep, else plain.
     """
 
     sizes: Mapping[str, int]
@@ -71,18 +71,18 @@ class Stack:
         return found
 
     def check(self) -> None:
-        """Raise ``StackError`` or ``ScheduleError`` for what cannot be run."""
-        counted(f"microbatches of stack {self}", self.microbatches, most=MOST_MICROBATCHES)
-        counted(f"seed of stack {self}", self.seed, least=0, most=MOST_SEED)
+        """Raise ``StackError`` or ``ScheduleError`` for an impossible stack."""
+        check_count(f"microbatches of stack {self}", self.microbatches, most=MOST_MICROBATCHES)
+        check_count(f"seed of stack {self}", self.seed, least=0, most=MOST_SEED)
         for problem in self._problems():
             raise StackError(f"stack {self}: {problem}")
-        counted(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
+        check_count(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
         if self.has_pipeline:
             for count in {self.each, -(-self.microbatches // self.replicas)}:
                 build(self.schedule, ranks=self.sizes[PIPELINE], microbatches=count, virtual=self.virtual)
 
     def _problems(self) -> Iterator[str]:
-        """Why it cannot be, each with a cure."""
+        """Yield problems, each with a cure."""
         levels = {level: [name for name in self.parts if primitive_of(name).level is level] for level in Level}
         cut = [name for name in levels[Level.INSIDE] if {"tp", "sp"} & {*primitive_of(name).axes}]
         for those in (cut, levels[Level.AROUND], levels[Level.OVER]):
@@ -109,32 +109,32 @@ class Stack:
 
     @property
     def layers(self) -> int:
-        """Of the decoder, with its embedding and head: two a stage, and four at least."""
+        """Number of layers in the decoder, with embedding and head: two per stage, at least four."""
         return 2 * max(2, self.sizes.get(PIPELINE, 1) * self.virtual)
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether stages are on several ranks."""
+        """True if several ranks have stages."""
         return PIPELINE in self.sizes
 
     @property
     def has_experts(self) -> bool:
-        """Whether the decoder has experts."""
+        """True if the decoder has experts."""
         return "ep" in self.sizes
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """Number of ranks."""
         return math.prod(self.sizes.values())
 
     @property
     def replicas(self) -> int:
-        """Ranks with microbatches of their own, for each stage."""
+        """Number of ranks with separate microbatches, for each stage."""
         return self.ranks // math.prod(self.sizes.get(axis, 1) for axis in (PIPELINE, "tp", "sp", "cp"))
 
     @property
     def each(self) -> int:
-        """Microbatches of a replica, of the last where shares are unequal."""
+        """Number of microbatches in a replica; in the last, if unequal."""
         return self.microbatches // self.replicas
 
     def __str__(self) -> str:
@@ -145,28 +145,28 @@ class Stack:
 
     @property
     def replay(self) -> str:
-        """What to type to run it again."""
+        """Command line that repeats the run."""
         looped = f" --virtual {self.virtual}" if self.has_pipeline and self.virtual != _virtual(self.schedule) else ""
         schedule = f" --schedule {self.schedule}{looped}" if self.has_pipeline else ""
         return f"pipeproof validate --stack {self}{schedule} --microbatches {self.microbatches} --seed {self.seed}"
 
 
 def _virtual(schedule: str) -> int:
-    """Stages on a rank, where nothing is said."""
+    """Return the default number of stages on a rank."""
     return virtuals(canonical_name(schedule), looped=2)
 
 
-def alone(name: str) -> str:
+def smallest_stack(name: str) -> str:
     """The line of the primitive ``name`` on the smallest mesh. Raises ``StackError`` for an unknown one."""
-    known = known_primitive(name)
+    known = find_primitive(name)
     sizes = "x".join([str(EACH)] * len(primitive_of(known).axes))
     return f"{known}={sizes}" if sizes else known
 
 
 def _item(text: str, line: str) -> tuple[str, dict[str, int]]:
-    """A primitive, and the sizes of its axes."""
+    """Parse a primitive and the sizes of its axes."""
     said, equals, size = text.partition("=")
-    name = known_primitive(said.strip(), inside=line)
+    name = find_primitive(said.strip(), inside=line)
     axes = primitive_of(name).axes
     if not axes and equals:
         raise StackError(f"stack {line!r} says {text}: {name} has no ranks of its own; leave out {equals}{size}")
@@ -175,14 +175,14 @@ def _item(text: str, line: str) -> tuple[str, dict[str, int]]:
         raise StackError(
             f"stack {line!r} says {text!r}: expected the ranks along {' and '.join(axes)}, e.g. {said}={wanted}"
         )
-    own = [counted(f"{name} in stack {line!r}", int(one), most=MOST_PROCESSES) for one in size.split("x") if axes]
+    own = [check_count(f"{name} in stack {line!r}", int(one), most=MOST_PROCESSES) for one in size.split("x") if axes]
     return name, dict(zip(axes, own, strict=True))
 
 
-def known_primitive(text: str, *, inside: str = "", among: Iterable[str] = (*PRIMITIVES, *VARIANTS)) -> str:
-    """The name that ``text`` is, of those ``among``. Raises ``StackError`` for an unknown one."""
+def find_primitive(text: str, *, inside: str = "", among: Iterable[str] = (*PRIMITIVES, *VARIANTS)) -> str:
+    """Find the name in ``text`` ``among`` these. Raises ``StackError`` if unknown."""
     plain, known = ALIASES.get(text.lower(), text.lower()), list(among)
     if plain in known:
         return plain
     where = f" in stack {inside!r}" if inside else ""
-    raise StackError(f"unknown primitive {text!r}{where}: {known_are(text, [*known, *ALIASES])}")
+    raise StackError(f"unknown primitive {text!r}{where}: {list_known(text, [*known, *ALIASES])}")

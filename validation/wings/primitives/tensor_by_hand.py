@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.wings.primitives.collectives import copied, gathered, own_part, reduced, scattered, summed, summed_over
+from pipeproof.wings.primitives.collectives import (
+    copy_in,
+    gather,
+    own_part,
+    reduce_gradient,
+    scatter,
+    sum_out,
+    sum_over,
+)
 from pipeproof.wings.primitives.context import places
 from pipeproof.wings.primitives.layers import Attention, Embedding, Feedforward, Head
 from pipeproof.wings.primitives.part import Index, RankPart
@@ -21,7 +29,7 @@ Pass = Callable[[Tensor, Any], Tensor]  # into what ranks do with parts of the w
 
 
 class Cut(nn.Module):
-    """A layer with this rank's part of the weights. ``at``: where these lie in the whole, by the parameter's name."""
+    """A layer with this rank's part of the weights. ``at``: positions in the whole, by parameter name."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -38,81 +46,81 @@ class Cut(nn.Module):
 
 
 class Columns(Cut):
-    """A linear layer that has some of the outputs, (..., inputs) to (..., outputs / ranks)."""
+    """A linear layer with a part of outputs: (..., inputs) to (..., outputs / ranks)."""
 
     def __init__(self, whole: nn.Linear, group: Any, across: Pass) -> None:
         super().__init__(whole, group, across, dims={"weight": 0, "bias": 0})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its part of the outputs."""
+        """Return this rank's part of outputs."""
         return nn.functional.linear(self.across(x, self.group), self.weight, self._parameters.get("bias"))
 
 
 class Rows(Cut):
-    """A linear layer that takes some of the inputs, (..., inputs / ranks) to (..., outputs); the bias is added once."""
+    """A linear layer with a part of inputs: (..., inputs / ranks) to (..., outputs); adds the bias once."""
 
     def __init__(self, whole: nn.Linear, group: Any, across: Pass) -> None:
         super().__init__(whole, group, across, dims={"weight": 1})
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks make."""
+        """Sum results over all ranks."""
         return with_bias(self.across(nn.functional.linear(x, self.weight), self.group), self.bias)
 
 
 class Vocabulary(Cut):
-    """An embedding of some of the tokens: those of other ranks are zero here."""
+    """An embedding for a part of the vocabulary; other tokens give zero."""
 
     def __init__(self, whole: nn.Embedding, group: Any, across: Pass) -> None:
         super().__init__(whole, group, across, dims={"weight": 0})
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The sum of what all ranks look up."""
-        own, mine = within(tokens, len(self.weight), self.group)
+        """Sum lookups over all ranks."""
+        own, mine = local_index(tokens, len(self.weight), self.group)
         found = nn.functional.embedding(own, self.weight).masked_fill(~mine[..., None], 0)
         return self.across(found, self.group)
 
 
 def index(part: Tensor, dim: int, rank: int) -> Index:
-    """Where ``part`` lies in the whole: ranks have equal parts along ``dim``."""
+    """Return the position of ``part`` in the whole: ranks have equal parts along ``dim``."""
     length = part.shape[dim]
     return *(slice(0, size) for size in part.shape[:dim]), slice(rank * length, (rank + 1) * length)
 
 
 def with_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """``x``, with what is added once for all ranks."""
+    """Add a bias, once for all ranks."""
     return x + bias
 
 
-def within(tokens: Tensor, count: int, group: Any) -> tuple[Tensor, Tensor]:
-    """The number among this rank's ``count`` of every token, and whether it is one; 0 where it is none."""
+def local_index(tokens: Tensor, count: int, group: Any) -> tuple[Tensor, Tensor]:
+    """Return each token's number among this rank's ``count``, or 0, and whether it is present."""
     own = tokens - dist.get_rank(group) * count
     mine = (own >= 0) & (own < count)
     return own.where(mine, 0), mine
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Of each token, of logits (tokens, vocabulary / ranks) and targets (tokens)."""
+    """Cross entropy per token, from logits (tokens, vocabulary / ranks) and targets (tokens)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        """The loss of each token."""
-        own, mine = within(target, logits.shape[1], group)
+        """Return each token's loss."""
+        own, mine = local_index(target, logits.shape[1], group)
         shifted = logits - largest(logits, group)
-        total = summed_over(shifted.exp().sum(1), group)
-        wanted = summed_over(shifted.gather(1, own[:, None])[:, 0].masked_fill(~mine, 0), group)
+        total = sum_over(shifted.exp().sum(1), group)
+        wanted = sum_over(shifted.gather(1, own[:, None])[:, 0].masked_fill(~mine, 0), group)
         ctx.save_for_backward(shifted.exp() / total[:, None], own, mine)
         return total.log() - wanted
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The chances, less one for the target where that is this rank's."""
+        """Return probabilities, less one at a target on this rank."""
         chances, own, mine = ctx.saved_tensors
         less = torch.zeros_like(chances).scatter(1, own[:, None], mine[:, None].to(chances.dtype))
         return (chances - less) * gradients[0][:, None], None, None
 
 
 def largest(logits: Tensor, group: Any) -> Tensor:
-    """Of each token, over the vocabulary of all ranks, (tokens, 1)."""
+    """Return each token's maximum over all ranks' vocabulary, (tokens, 1)."""
     found = logits.max(1, keepdim=True).values
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found
@@ -144,20 +152,20 @@ def cut(stage: nn.Module, mesh: DeviceMesh, *, into: Pass, out: Pass) -> nn.Modu
 
 
 def cut_whole(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every rank has whole sequences between the layers."""
-    return cut(stage, mesh, into=copied, out=summed)
+    """Cut layers, with whole sequences between them on every rank."""
+    return cut(stage, mesh, into=copy_in, out=sum_out)
 
 
 def cut_sequences(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every rank has a part of each sequence between the layers."""
-    for module in cut(stage, mesh, into=gathered, out=scattered).modules():
+    """Cut layers, with a part of each sequence between them on every rank."""
+    for module in cut(stage, mesh, into=gather, out=scatter).modules():
         if isinstance(module, Embedding):
             module.at = places(mesh)
     return stage
 
 
-def held(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Index]:
-    """Where the parameters lie of which this rank has a part."""
+def local_parameters(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Index]:
+    """Return the positions of parameters that this rank has in part."""
     parts = [
         (module, name, at) for module in stage.modules() if isinstance(module, Cut) for name, at in module.at.items()
     ]
@@ -165,12 +173,12 @@ def held(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Index]:
 
 
 def of_whole(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """The gradients of norms, positions and biases added once: each rank has those of its part of the sequences."""
-    cut_up = held(stage, mesh)
+    """Sum gradients of norms, positions and biases: each rank has its part of the sequences."""
+    cut_up = local_parameters(stage, mesh)
     for name, parameter in stage.named_parameters():
         if parameter not in cut_up:
-            reduced(name, parameter, mesh.get_group())
+            reduce_gradient(name, parameter, mesh.get_group())
 
 
-TENSOR_BY_HAND = RankPart(cut_whole, loss=loss_of_parts, held=held)
-SEQUENCE_BY_HAND = RankPart(cut_sequences, loss=loss_of_parts, held=held, finish=of_whole)
+TENSOR_BY_HAND = RankPart(cut_whole, loss=loss_of_parts, held=local_parameters)
+SEQUENCE_BY_HAND = RankPart(cut_sequences, loss=loss_of_parts, held=local_parameters, finish=of_whole)

@@ -23,24 +23,24 @@ Plan = dict[str, ParallelStyle]
 
 
 def of_block() -> Plan:
-    """How the weights of a block are cut; what is not in it stays whole on every rank."""
+    """Cut a block's weights; other parameters stay whole on every rank."""
     columns = ("attention.queries", "attention.keys", "attention.values", "feedforward.up")
     rows = ("attention.output", "feedforward.down")
     return {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
 
 
 def of_embedding() -> Plan:
-    """Each rank looks up its part of the vocabulary."""
+    """Look up this rank's part of the vocabulary."""
     return {"tokens": RowwiseParallel(input_layouts=Replicate())}
 
 
 def of_head() -> Plan:
-    """Each rank has the logits of its part of the vocabulary."""
+    """Compute logits for this rank's part of the vocabulary."""
     return {"output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
 
 
 def cut(stage: Any, mesh: DeviceMesh) -> nn.Module:
-    """Every layer of ``stage`` by its plan, in place."""
+    """Apply the plans to every layer of ``stage``, in place."""
     for layer in stage:
         plan = of_embedding() if isinstance(layer, Embedding) else of_head() if isinstance(layer, Head) else of_block()
         present = {name: style for name, style in plan.items() if name in dict(layer.named_modules())}

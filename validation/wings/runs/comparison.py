@@ -1,6 +1,6 @@
-"""Two runs of many steps held against each other: the first step in which they part, and in it the law and parameter.
+"""Comparison of two long runs: the first step that differs, its law and its parameter.
 
-Digests are compared first. Where they differ, a third run tells what rounding alone does; without one nothing tells.
+Digests are compared first. For differing ones, a third run shows the effect of rounding alone, otherwise unknown.
 """
 
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeproof.core.judge import concluded
+from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import ENDLESS, Heading, Ledger
 from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.mismatch import Mismatch
@@ -26,7 +26,7 @@ from pipeproof.wings.runs.growth import Growth, Quantity, differences, number_pa
 from pipeproof.wings.runs.run import WholeRun, WholeStep
 
 LAWS = (
-    "steps",  # those of the good run are in the other
+    "steps",  # the other run has the good run's steps
     "initial-weights",  # those that a step begins with
     "microbatches",  # a step's, in any order
     "loss",
@@ -36,7 +36,7 @@ LAWS = (
     "grad-norm",
     "updated-parameters",
 )
-# Laws of what a job need not report, and what there is of that in a step.
+# Laws on optional reports, and a step's values for them.
 _REPORTED: Mapping[str, Callable[[WholeStep], object]] = {
     "microbatches": lambda step: step.microbatches,
     "loss": lambda step: step.losses or step.loss,
@@ -56,11 +56,11 @@ def compare_runs(
     until: int | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Verdict:
-    """The verdict on the run in the folder ``other``, by that in ``good``: up to the first step that does not agree.
+    """Compare the run in folder ``other`` with that in ``good``, up to the first mismatch.
 
-    third: the folder of a run of the right code with another order of sums; how far it is from the good one says what
-    is rounding. until: the last step to compare. progress: is given, in words, which step it is at. Raises
-    ``RecordError`` for runs that cannot be compared.
+    third: the folder of a correct run with another order of sums; its distance from the good run measures rounding.
+    until: the last step to compare. progress: gets the current step, in words. Raises ``RecordError`` for runs that
+    cannot be compared.
     """
     began, right, observed = perf_counter(), WholeRun(good), WholeRun(other)
     rounded = None if third is None else WholeRun(third)
@@ -72,17 +72,17 @@ def compare_runs(
     title = f"{observed} against {right}" + ("" if rounded is None else f", rounding by {rounded}")
     words = [f"{right}", f"{observed}", *([] if rounded is None else ["--also", f"{rounded}"])]
     rerun = shlex.join(["pipeproof", "compare", *words, *([] if until is None else ["--until", f"{until}"])])
-    verdict = concluded(found.ledger, title, otherwise=right.precision, rerun=rerun, seconds=perf_counter() - began)
+    verdict = conclude(found.ledger, title, otherwise=right.precision, rerun=rerun, seconds=perf_counter() - began)
     mismatches = tuple(replace(one, step=one.operation - 1) for one in found.proven_first(verdict))
     verdict = replace(verdict, mismatches=mismatches)
     return replace(verdict, headline=found.headline(verdict))
 
 
 class _Comparison:
-    """``growth``: what rounding does; None where no third run tells. ``number``: the step that is being compared.
+    """``growth``: allowed rounding; None without a third run. ``number``: the step under comparison.
 
-    ``expected`` and ``observed`` are what the good run and the other have of it. ``parted``: the first step whose bits
-    differ.
+    ``expected``, ``observed``: the current step of the good run, and of the other. ``parted``: the first step with
+    different bits.
     """
 
     def __init__(self, good: WholeRun, other: WholeRun, growth: Growth | None) -> None:
@@ -94,7 +94,7 @@ class _Comparison:
         self.observed: WholeStep
 
     def compare(self, until: int | None, progress: Callable[[str], None]) -> None:
-        """Enter all steps up to the first that does not agree: what follows is consequence."""
+        """Enter all steps up to the first mismatch; later ones are consequences."""
         own, theirs = (
             [number for number in run.numbers if until is None or number <= until] for run in (self.good, self.other)
         )
@@ -118,10 +118,10 @@ class _Comparison:
             self._remark_on_the_rest(own, theirs)
         if self.parted is not None and (versions := _other_versions(self.good, self.other)):
             self.ledger.remark("steps", versions)
-        self._miss([law for law in _REPORTED if not any(self.ledger.entered(law, number) for number in numbers)])
+        self._miss([law for law in _REPORTED if not any(self.ledger.compared_names(law, number) for number in numbers)])
 
     def _miss(self, laws: Sequence[str]) -> None:
-        """Say why nothing was compared under these ``laws``."""
+        """Say why these ``laws`` were not compared."""
         steps = self.expected, self.observed
         for law in laws:
             conflict = next((step.conflicts[law] for step in steps if law in step.conflicts), "")
@@ -130,7 +130,7 @@ class _Comparison:
         self.ledger.forget(["replicas"])
 
     def _enter(self, last: tuple[WholeStep, WholeStep] | None) -> None:
-        """Everything of one step, in the order in which it comes to be; of other weights or data all else follows."""
+        """Enter one step in causal order; all else follows from different weights or data."""
         self._replicas(before=True)
         self._initial_weights(last)
         if not self.ledger.failed:
@@ -140,19 +140,21 @@ class _Comparison:
         self._numbers()
         self._gradients()
         self._replicas(before=False)
-        if not self.ledger.undecided("gradient"):  # what an optimizer makes of such a gradient decides nothing either
+        if not self.ledger.is_undecided(
+            "gradient"
+        ):  # what an optimizer makes of such a gradient decides nothing either
             self._updates()
         self.ledger.mismatches.sort(key=lambda one: LAWS.index(one.law))
 
     def _replicas(self, *, before: bool) -> None:
-        """What ranks have otherwise of the weights ``before`` the step, or else of what it makes."""
+        """Enter differences between replicas in weights ``before`` the step, or in its results."""
         for name, (what, rank, first) in self.observed.apart.items():
             if (what == "weight") == before:
                 place = self._at("replicas", parameter=name, rank=rank, beside=first)
                 self.ledger.hold(place, False, f"another {what} than rank {first}", "the same")
 
     def _initial_weights(self, last: tuple[WholeStep, WholeStep] | None) -> None:
-        """What the step begins with, where the last that was compared does not tell it: how far it moved since then."""
+        """Compare initial weights, unless the previous compared step covers them, by their movement since."""
         for name in self._upstream(self.expected.before):
             pair = self.observed.before[name], self.expected.before[name]
             left = None if last is None else (last[1].weights[name], last[0].weights[name])
@@ -167,7 +169,7 @@ class _Comparison:
             self.ledger.hold(self._at("microbatches"), same, found, f"that of {self.good}")
 
     def _numbers(self) -> None:
-        """Losses and the norm. They show nothing where neither is finite, as where a scale overflows."""
+        """Compare losses and the norm. Infinite or NaN on both sides shows nothing, as after an overflow."""
         for what, expected, observed in number_pairs(self.expected, self.observed):
             place = self._at(what.law, microbatch=what.name if isinstance(what.name, int) else None)
             if math.isfinite(expected):
@@ -183,7 +185,7 @@ class _Comparison:
                 self.ledger.remark(law, conflicts[law])
 
     def _gradients(self) -> None:
-        """From the last stage down, as gradients flow: the first to differ is the nearest to the fault."""
+        """Compare gradients from the last stage down, along their flow: the first mismatch is nearest to the fault."""
         own, theirs = (step.tensors["gradients"] for step in (self.expected, self.observed))
         overflow = all(
             any(not math.isfinite(one.norm) for one in step.gradients.values())
@@ -197,7 +199,7 @@ class _Comparison:
             self.ledger.hold(place, same, observed is not None, expected is not None, what="gradient")
             if expected is None or observed is None:
                 continue
-            if overflow and math.isfinite(expected.norm) != math.isfinite(observed.norm):  # that may be rounding
+            if overflow and math.isfinite(expected.norm) != math.isfinite(observed.norm):  # perhaps rounding
                 self.ledger.hold(self._at_parameter("gradient", name), True, "", "", exact=False)
                 self.ledger.empty("gradient", _OVERFLOW)
             else:
@@ -230,7 +232,7 @@ class _Comparison:
         return Heading.at(law, self.number, **where)
 
     def _at_parameter(self, law: str, name: str) -> Heading:
-        """On the first rank that has it, or whose part is farthest off; on none where no part tells."""
+        """Point to the first rank with the parameter, or with the farthest part; to none if unclear."""
         rank, parameter = self.other.parameters[name]
         which = {"initial-weights": "before", "updated-parameters": "weights"}.get(law, "gradients")
         expected, observed = (step.tensors[which][name] for step in (self.expected, self.observed))
@@ -246,7 +248,7 @@ class _Comparison:
         return self.growth is not None and self.number <= self.growth.last
 
     def _floor(self, what: Quantity, precision: Precision) -> Floor:
-        """What rounding may do; where it was not measured, nothing is right that differs, and what is wrong is rare."""
+        """Return the rounding; if unmeasured, no difference counts as right, and few as wrong."""
         if self.growth is not None and self._measured:
             parted = self.number if self.parted is None else self.parted
             return self.growth.floor(what, self.number, precision, parted=parted)
@@ -255,7 +257,7 @@ class _Comparison:
         return Floor(0.0, 0.0, 0.0, replace(precision, least=0.0), nudged=nudged)
 
     def _check_alike(self) -> None:
-        """Raise ``RecordError`` for a step that was not kept alike, or in which the good run is not right."""
+        """Raise ``RecordError`` for steps recorded differently, or wrong in the good run."""
         for name, (what, rank, first) in self.expected.apart.items():
             apart = (
                 f"rank {rank} of {self.good} has another {what} of {name} than rank {first}, which has the same part"
@@ -269,10 +271,10 @@ class _Comparison:
             )
 
     def _remark_on_the_rest(self, own: list[int], theirs: list[int]) -> None:
-        """Say what was not compared, and how fine a comparison it was."""
+        """Report the uncompared steps, and the comparison's resolution."""
         for run, its, numbers in ((self.other, theirs, own), (self.good, own, theirs)):
             if rest := [number for number in numbers if number > its[-1]]:
-                cure = f"say --until {its[-1]} if no more is due"
+                cure = f"say --until {its[-1]} if no more is expected"
                 self.ledger.doubt("steps", f"{_span(rest)} not compared, as {run} ends with {its[-1]}: {cure}")
         if self.parted is not None and self.growth is not None:
             made = self.growth.summary(min(own[-1], theirs[-1], self.growth.last))
@@ -281,25 +283,25 @@ class _Comparison:
             )
 
     def proven_first(self, verdict: Verdict) -> Sequence[Mismatch]:
-        """What is wrong, first what rounding may not do: the others may be either."""
+        """Return mismatches, those beyond rounding first."""
         failed = {law.name for law in verdict.laws if law.outcome == "fail"}
         unknown = {at for at, one in self.ledger.compared.items() if one.outcome == "unknown"}
 
-        def undecided(one: Mismatch) -> bool:
+        def is_undecided(one: Mismatch) -> bool:
             at = one.law, one.rank, one.stage, one.microbatch, one.parameter
             return one.law not in failed or at in unknown
 
-        return sorted(verdict.mismatches, key=undecided)
+        return sorted(verdict.mismatches, key=is_undecided)
 
     def headline(self, verdict: Verdict) -> str:
-        """Where the runs part, for a verdict that says they do."""
+        """Say where the runs part, for a failing verdict."""
         if not verdict.mismatches:
             return ""
         first, before = verdict.mismatches[0], self.ledger.mismatches[0]
         what = first.law + ("" if first.parameter is None else f" of {first.parameter}")
         blurred = (first.law, first.parameter) != (before.law, before.parameter)
         part = f"the runs part in step {first.step}, {what} first{' of what is no rounding' * blurred}"
-        if verdict.verdict != "unknown" or self._measured:
+        if verdict.outcome != "unknown" or self._measured:
             return part
         if self.growth is None:
             return f"{part}; {_UNMEASURED}: give a third run with --also"
@@ -307,7 +309,7 @@ class _Comparison:
 
 
 def _check_parameters(good: WholeRun, other: WholeRun) -> None:
-    """Raise ``RecordError`` where two runs do not have the same parameters, of the same shapes."""
+    """Raise ``RecordError`` unless two runs have equal parameters and shapes."""
     for one, its in ((good, other), (other, good)):
         if lost := [name for name in one.parameters if name not in its.parameters]:
             more = f" and {len(lost) - 1} more" * (len(lost) > 1)
@@ -320,7 +322,7 @@ def _check_parameters(good: WholeRun, other: WholeRun) -> None:
 
 
 def _other_versions(good: WholeRun, other: WholeRun) -> str:
-    """What computed the two runs, where that is not the same."""
+    """Describe different software versions of the two runs."""
     own, theirs = (run.files[0].header.config for run in (good, other))
     odd = [f"{name} {theirs.get(name)}, not {there}" for name, there in own.items() if theirs.get(name) != there]
     return f"computed by {', '.join(odd)}" if odd else ""

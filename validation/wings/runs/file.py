@@ -1,7 +1,7 @@
-"""What one rank keeps of a run of many steps: a file of lines in JSON, one about the rank, then one for each step.
+"""One rank's file of a long run: lines of JSON, one for the rank, then one for each step.
 
-A tensor is a digest, a norm and eight projections in 120 letters, however large it is. Lines are only ever added, so a
-job that is killed leaves all its steps but the one whose line is torn.
+A tensor becomes a digest, a norm and eight projections in 120 letters, at any size. Lines are only appended, so a
+killed job leaves all steps except a torn last line.
 """
 
 import base64
@@ -36,7 +36,7 @@ Options = Mapping[str, Mapping[str, object]]  # of optimizers, by parameter: lea
 class RankParameter:
     """A parameter on a rank: its stage, the whole's shape and type, and where the rank's part of it lies.
 
-    ``bounds`` is empty where the rank has all of it. As text it is what must be the same in two runs.
+    ``bounds``: empty for a whole parameter. The text form must be equal in two runs.
     """
 
     stage: int
@@ -46,7 +46,7 @@ class RankParameter:
 
     @property
     def shard(self) -> Shard:
-        """Where it lies."""
+        """Place of the shard."""
         return Shard(self.bounds or tuple((0, length) for length in self.shape), self.shape)
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class RankParameter:
 
 @dataclass(frozen=True)
 class RankHeader:
-    """Who writes: this rank, of so many. ``parameters`` by their name in the model, in the order that lines have.
+    """The writer: this rank among ``ranks``. ``parameters``: by the model's names, in the order of the lines' entries.
 
-    ``every``: one step of so many is kept.
+    ``every``: the recorder keeps every n-th step.
     """
 
     rank: int
@@ -67,19 +67,18 @@ class RankHeader:
     config: Mapping[str, str] = field(default_factory=versions)
 
     def line(self) -> str:
-        """The first of its file."""
+        """Return the file's first line."""
         return _line({"format": FORMAT, "version": VERSION, **vars(self)})
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step as one rank saw it.
+    """A step seen by one rank.
 
-    before: weights at its start; a file has those that are not what step ``after`` left, and all where that is None.
-    gradients: None in place of one that is none. lying: where gradients are that do not lie as their weights do, or are
-    addends of a sum. options: the optimizer's, by parameter. clipped: gradients are those that the optimizer was given,
-    as the job does not say when they are complete. computed: the narrowest type that modules compute in; empty where
-    none was seen. problem: why the rank could not keep it, in words.
+    before: weights at its start; a file has those changed since step ``after``, or all if None. gradients: None for a
+    missing one. lying: places of gradients that are cut differently from their weights, or addends of a sum. options:
+    the optimizer's, by parameter. clipped: gradients are the optimizer's, because the job does not report completion.
+    computed: the narrowest computing type; empty if unobserved. problem: why the rank could not record it, in words.
     """
 
     number: int
@@ -98,13 +97,13 @@ class RankStep:
     problem: str = ""
 
     def line(self, header: RankHeader) -> str:
-        """Its line in the file that has this ``header``."""
+        """Return its line in a file with this ``header``."""
         places: dict[str, list[int]] = {}
         for place, name in enumerate(header.parameters):
             places.setdefault(json.dumps(finite(self.options.get(name, {}))), []).append(place)
         options = [[json.loads(text), group] for text, group in places.items() if text != "{}"]
         tensors = {
-            what: [_packed(found.get(name)) for name in header.parameters] if found else []
+            what: [_pack(found.get(name)) for name in header.parameters] if found else []
             for what, found in (("before", self.before), ("gradients", self.gradients), ("weights", self.weights))
         }
         lying = {name: [one.bounds, one.addend] for name, one in self.lying.items()}
@@ -112,9 +111,9 @@ class RankStep:
 
 
 class RankFile:
-    """The file of one rank, to read: its header, and each step when it is asked for.
+    """One rank's file for reading: its header, and steps on demand.
 
-    Raises ``RecordError`` for what is no such file.
+    Raises ``RecordError`` for other files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,19 +124,19 @@ class RankFile:
             self.header = _header(path, file.readline())
             self.size = file.tell()  # of whole lines, in bytes
             for line in iter(file.readline, b""):
-                if line.endswith(b"\n"):  # else the job was killed while it wrote this
+                if line.endswith(b"\n"):  # otherwise the job was killed during the write
                     self._index(line)
                     self.size += len(line)
         self.numbers: Sequence[int] = list(self._starts)
 
     def step(self, number: int) -> RankStep:
-        """The step of this number, with all weights that it began with."""
+        """Read this step, with all initial weights."""
         step = self._recent(number)
         left = {} if step.after is None else self._recent(step.after).weights
         return replace(step, before={**left, **step.before})
 
     def _index(self, line: bytes) -> None:
-        """Note where a step's line is. A job that was resumed goes on from an earlier step, which it makes anew."""
+        """Note the position of a step's line. A resumed job repeats steps, and the latest counts."""
         with _refusing(self.path, f"was altered: what begins at byte {self.size} is no step; {_CURE}"):
             number = _count(json.loads(line)["number"])
         for later in [one for one in self._starts if one >= number]:
@@ -152,12 +151,12 @@ class RankFile:
             if data["number"] != number:
                 raise ValueError(f"it is step {data['number']}")
         with _refusing(self.path, f"was altered: step {number} has no such form; {_CURE}"):
-            step = self._restored(data)
+            step = self._restore(data)
         if why := self._contradiction(step):
             raise RecordError(f"{self.path} was altered: step {number} {why}; {_CURE}")
         return step
 
-    def _restored(self, data: Mapping[str, Any]) -> RankStep:
+    def _restore(self, data: Mapping[str, Any]) -> RankStep:
         names = list(self.header.parameters)
         before, gradients, weights = (self._tensors(data[what]) for what in ("before", "gradients", "weights"))
         if data["computed"]:
@@ -171,7 +170,7 @@ class RankFile:
             options={names[place]: dict(options) for options, places in data["options"] for place in places},
             before={name: one for name, one in before.items() if one is not None},
             gradients=gradients,
-            lying={name: self._placed(name, *one) for name, one in data["lying"].items()},
+            lying={name: self._place(name, *one) for name, one in data["lying"].items()},
             weights={name: one for name, one in weights.items() if one is not None},
             clipped=bool(data["clipped"]),
             computed=data["computed"],
@@ -181,16 +180,16 @@ class RankFile:
 
     def _tensors(self, texts: list[str | None]) -> dict[str, Sketch | None]:
         parameters = self.header.parameters.items()
-        return {name: _unpacked(one, text) for (name, one), text in zip(parameters, texts, strict=bool(texts))}
+        return {name: _unpack(one, text) for (name, one), text in zip(parameters, texts, strict=bool(texts))}
 
-    def _placed(self, name: str, bounds: Any, addend: Any) -> Shard:
+    def _place(self, name: str, bounds: Any, addend: Any) -> Shard:
         own, count = map(_count, addend)
         if not own < count <= max(1, self.header.ranks):
             raise ValueError(f"number {own} of {count} addends is on no rank")
         return Shard(_bounds(bounds), self.header.parameters[name].shape, addend=(own, count))
 
     def _contradiction(self, step: RankStep) -> str:
-        """What no recorder writes of a step; empty where that is nothing."""
+        """Describe contradictions that a recorder never writes; empty without."""
         losses, microbatches, names = step.losses, step.microbatches, self.header.parameters.keys()
         if losses is not None and microbatches is not None and len(losses) != len(microbatches):
             return f"has {len(losses)} losses of {len(microbatches)} microbatches"
@@ -205,7 +204,7 @@ class RankFile:
 
 @contextmanager
 def _refusing(path: Path, otherwise: str) -> Iterator[None]:
-    """What cannot be read, or is of another form, is a ``RecordError``; ``otherwise`` says that of the file."""
+    """Raise ``RecordError`` for unreadable or malformed input; ``otherwise``: the message for a file."""
     try:
         yield
     except RecordError:
@@ -239,7 +238,7 @@ def _parameter(stage: Any, shape: Any, dtype: Any, bounds: Any) -> RankParameter
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of this name. Raises ``ValueError`` where there is none."""
+    """Return the type with this name. Raises ``ValueError`` if unknown."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is no type of torch")
@@ -256,13 +255,13 @@ def _count(value: object) -> int:
     return value
 
 
-def _packed(sketch: Sketch | None) -> str | None:
+def _pack(sketch: Sketch | None) -> str | None:
     if sketch is None:
         return None
     return base64.b64encode(_FORM.pack(sketch.digest, sketch.norm, *sketch.projections)).decode()
 
 
-def _unpacked(one: RankParameter, text: str | None) -> Sketch | None:
+def _unpack(one: RankParameter, text: str | None) -> Sketch | None:
     if text is None:
         return None
     content, norm, *projections = _FORM.unpack(base64.b64decode(text))
@@ -274,7 +273,7 @@ def _line(data: Mapping[str, object]) -> str:
 
 
 def other_options(expected: Options, observed: Options) -> str:
-    """What options differ in, of the first parameter of which they do; empty where they are the same."""
+    """Describe the first parameter's different options; empty if all agree."""
     differences = {
         name: ", ".join(
             f"{option} {theirs.get(option)}, not {own.get(option)}"
@@ -289,7 +288,7 @@ def other_options(expected: Options, observed: Options) -> str:
 
 
 def _same(expected: object, observed: object) -> bool:
-    """Whether two options are equal, up to what a rate loses as a tensor of fp32."""
+    """True if two options agree, up to rounding of a rate in fp32."""
     if isinstance(expected, float) and isinstance(observed, float):
         return expected == observed or abs(expected - observed) <= FP32.least * abs(expected)
     if isinstance(expected, list) and isinstance(observed, list):

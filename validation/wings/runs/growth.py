@@ -1,8 +1,8 @@
 """How far rounding alone drives two right runs apart, step by step: measured by a third one with another order of sums.
 
-What a difference of rounding grows to depends on how long ago it arose, so what is allowed to a run that parts at step
-n is what the third run showed as many steps after it parted. What it showed at other times proves no fault, and excuses
-none: between the two nothing is decided.
+Growth of a rounding difference depends on its age, so a run that parts at step n is allowed the third run's distance at
+the same age. The third run's distance at other times neither proves nor excuses a fault: in between, nothing is
+decided.
 """
 
 import math
@@ -20,7 +20,7 @@ from pipeproof.records.record import RecordError, numbers_in, other_microbatch
 from pipeproof.wings.runs.file import STEPS, other_options
 from pipeproof.wings.runs.run import WholeRun, WholeStep
 
-_MOST = 1 / 64  # of what is compared: no growth, however large, lets more than this pass
+_MOST = 1 / 64  # upper bound of a tolerated relative difference, for every growth
 # What jumps where modules compute in a narrow type, or a narrower one than weights have: a last place that is cast
 # otherwise in a step makes more than all steps before. Updates follow.
 _COMPUTED = ("initial-weights", "loss", "gradient", "grad-norm")
@@ -28,30 +28,30 @@ _NO_ROUNDING = BF16.most  # in a single step no order of sums changes so much of
 
 
 class Quantity(NamedTuple):
-    """What is compared in each step: a law, and a parameter or a microbatch."""
+    """A quantity compared in each step: a law, and a parameter or microbatch."""
 
     law: str
     name: str | int = ""
 
 
 class Apart(NamedTuple):
-    """How far apart two are: relative to the first of them, and as it is."""
+    """A distance: relative to the first value, and absolute."""
 
     relative: float = 0.0
     size: float = 0.0
 
 
 def differences(one: WholeStep, other: WholeStep) -> dict[Quantity, Apart]:
-    """What of two steps is not the same bit for bit, and how far apart it is; ``one`` is what it is relative to."""
+    """Return the quantities that differ in a bit, with distances relative to ``one``."""
     found: dict[Quantity, Apart] = {}
     for law, own, theirs in (
         ("initial-weights", one.before, other.before),
         ("gradient", one.gradients, other.gradients),
     ):
-        found |= {Quantity(law, name): _apart(own[name], theirs[name]) for name in _unlike(own, theirs)}
+        found |= {Quantity(law, name): _distance(own[name], theirs[name]) for name in _unlike(own, theirs)}
     for name in _unlike(one.weights, other.weights):
         if any(step.weights[name].digest != step.before[name].digest for step in (one, other)):
-            found[Quantity("updated-parameters", name)] = _apart(movement(one, name), movement(other, name))
+            found[Quantity("updated-parameters", name)] = _distance(movement(one, name), movement(other, name))
     numbers = {what: _number_apart(*pair) for what, *pair in number_pairs(one, other)}
     return found | {what: apart for what, apart in numbers.items() if apart.size}
 
@@ -60,8 +60,8 @@ def _unlike(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[str]
     return [name for name in one if name in other and one[name].digest != other[name].digest]
 
 
-def _apart(one: Sketch, other: Sketch) -> Apart:
-    """How far the other is from the one; what is not finite in both tells nothing."""
+def _distance(one: Sketch, other: Sketch) -> Apart:
+    """Return the distance; NaN or infinity on both sides gives none."""
     if not (math.isfinite(one.norm) or math.isfinite(other.norm)):
         return Apart()
     return Apart(other.distance(one), other.gap(one))
@@ -73,10 +73,10 @@ def movement(step: WholeStep, name: str) -> Sketch:
 
 
 def number_pairs(one: WholeStep, other: WholeStep) -> list[tuple[Quantity, float, float]]:
-    """The losses, what they are together, and the norm, as far as both have them: those of ``one``, and of ``other``.
+    """Pair the losses, their total, and the norm of two steps, if both have them.
 
-    Losses go by the numbers of microbatches in ``one``: ranks may run them in another order. Of all together stands
-    what ``other``'s losses would give there, so that what is wrong in one of them is no fault of the sum.
+    Losses are matched by microbatch numbers in ``one``, because ranks may run in another order. The total is what
+    ``other``'s losses would give there, so a wrong loss does not blame the sum.
     """
     losses, total = other.losses, one.loss
     if one.microbatches is not None and other.microbatches is not None:
@@ -98,7 +98,7 @@ def _number_apart(one: float, other: float) -> Apart:
 
 
 def _typical(found: Mapping[Quantity, Apart], law: str) -> float:
-    """The median of what differs under ``law``, over parameters."""
+    """Return the median distance under ``law``, over parameters."""
     known = [apart.relative for what, apart in found.items() if what.law == law and apart.relative < math.inf]
     return median(known or [0.0])
 
@@ -107,8 +107,8 @@ def _typical(found: Mapping[Quantity, Apart], law: str) -> float:
 class _Largest:
     """The largest differences up to some step; ``typical`` are the medians over parameters, the largest by law.
 
-    ``rounding``: parameters whose gradients are rounding alone, such as a bias before a normalisation: they are a small
-    part of all, and others where hardly anything else is. ``moved``: how far the good run's weights went in one step.
+    ``rounding``: parameters with pure rounding as gradient, for example a bias before a normalisation: a small part of
+    all, unless hardly anything else is there. ``moved``: movement of the good run's weights in one step.
     """
 
     count: int = 0  # of steps
@@ -118,7 +118,7 @@ class _Largest:
     moved: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: WholeStep, found: Mapping[Quantity, Apart]) -> None:
-        """Go on to this step."""
+        """Advance to this step."""
         self.count += 1
         much = max(_NO_ROUNDING, FP32.factor * _typical(found, "gradient"))
         for name, gradient in step.gradients.items():
@@ -128,21 +128,21 @@ class _Largest:
         for name in step.weights:
             self.moved[name] = max(self.moved.get(name, 0.0), movement(step, name).norm)
         for what, apart in found.items():
-            if apart.size < math.inf:  # where one of them overflows, nothing is measured
+            if apart.size < math.inf:  # after an overflow nothing can be measured
                 self.each[what] = Apart(*map(max, apart, self.each.get(what, Apart())))
         for law in {what.law for what in found}:
             self.typical[law] = max(self.typical.get(law, 0.0), _typical(found, law))
 
     def of(self, what: Quantity) -> float:
-        """How far rounding drove this, or what is like it: single numbers may agree by chance."""
+        """Return the growth of rounding in this quantity, or in similar ones: single numbers may agree by chance."""
         law = what.law if what.law in self.typical and isinstance(what.name, str) and what.name else "gradient"
         return max(self.each.get(what, Apart()).relative, self.typical.get(law, 0.0))
 
 
 class Growth:
-    """What rounding may do to ``good``, by what it did to ``third``.
+    """Rounding allowed in ``good``, measured on ``third``.
 
-    Raises ``RecordError`` where that is of other steps, and so shows more than rounding, or is ``good`` bit for bit.
+    Raises ``RecordError`` if its steps differ otherwise than by rounding, or equal ``good`` in all bits.
     """
 
     def __init__(self, good: WholeRun, third: WholeRun) -> None:
@@ -150,12 +150,12 @@ class Growth:
         there = set(third.numbers)
         self._numbers = [number for number in good.numbers if number in there]
         self.last = max(self._numbers, default=-1)  # that is measured
-        self._differences = lru_cache(STEPS)(self._compared)
+        self._differences = lru_cache(STEPS)(self._compare)
         self._aged, self._ever = _Largest(), _Largest()
 
     @cached_property
     def parted(self) -> int:
-        """The first step at which the third run parts from the good one."""
+        """First step at which the third run leaves the good one."""
         found = next((number for number in self._numbers if self._differences(number)), None)
         if found is None:
             raise RecordError(
@@ -171,7 +171,7 @@ class Growth:
         return found
 
     def floor(self, what: Quantity, number: int, precision: Precision, *, parted: int) -> Floor:
-        """Of ``what`` in step ``number``, for a run that parted at step ``parted``; ``precision`` as of its type."""
+        """Return the floor at step ``number``, for a run that parted at step ``parted``; ``precision``: of its type."""
         age = self.parted + number - parted
         self._reach(self._aged, age)
         self._reach(self._ever, max(age, number))
@@ -189,20 +189,20 @@ class Growth:
         return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)
 
     def _driven(self, what: Quantity, most: float) -> float:
-        """What rounding makes of an update, where that is more than ``most`` of it and no such part of others.
+        """Return the rounding of an update, if above ``most`` and unusual among parameters.
 
-        Optimizers make as much of elements whose gradient is rounding alone as of others, e.g. of the bias of keys, of
-        which no attention takes notice, in one parameter with those of queries and values.
+        Optimizers move elements with pure rounding as gradient like others, for example the bias of keys, which
+        attention ignores, in one parameter with queries and values.
         """
         apart = self._aged.each.get(what, Apart())
         rare = what.law == "updated-parameters" and self._aged.typical.get(what.law, 0.0) <= most
         return apart.size if rare and most < apart.relative and apart.size < math.inf else 0.0
 
     def _noise(self, what: Quantity, step: WholeStep, precision: Precision) -> float:
-        """What rounding makes of a parameter whose gradient is nothing else; 0 of any other.
+        """Return the rounding of a parameter with pure rounding as gradient; 0 for others.
 
-        The third run shows that, or that the gradient is a smaller part of all than the last place of it. What
-        optimizers make of such a gradient may lead anywhere.
+        The third run shows this, or a gradient below the last place of the whole. Optimizers may amplify it without
+        bound.
         """
         name = str(what.name)
         gradient = step.gradients.get(name) if what.law in ("gradient", "updated-parameters") else None
@@ -218,7 +218,7 @@ class Growth:
         return max(self._ever.moved.get(name, 0.0), 2 * precision.unit * step.before[name].norm, most)
 
     def summary(self, until: int) -> str:
-        """How far rounding drives gradients apart, from where they part to this step, in words."""
+        """Describe the growth of rounding in gradients, from parting to this step."""
         last = max(number for number in self._numbers if number <= until)
         first, then = (small(_typical(self._differences(number), "gradient")) for number in (self.parted, last))
         return f"rounding makes {first} of a gradient in step {self.parted}, and {then} in step {last}"
@@ -228,7 +228,7 @@ class Growth:
             number = self._numbers[largest.count]
             largest.add(self._good.step(number), self._differences(number))
 
-    def _compared(self, number: int) -> Mapping[Quantity, Apart]:
+    def _compare(self, number: int) -> Mapping[Quantity, Apart]:
         """How far apart the two are in a step."""
         one, other = self._good.step(number), self._third.step(number)
         if why := self._other(one, other):
@@ -239,7 +239,7 @@ class Growth:
         return differences(one, other)
 
     def _other(self, one: WholeStep, other: WholeStep) -> str:
-        """What the third run does otherwise that is no order of sums; empty where that is nothing."""
+        """Describe differences of the third run beyond the order of sums; empty without."""
         own, theirs = one.microbatches, other.microbatches
         if own is not None and theirs is not None and numbers_in(own, theirs) is None:
             return f"has other microbatches, {other_microbatch(own, theirs)}"
@@ -253,7 +253,7 @@ class Growth:
 
 
 def _jump(what: Quantity, step: WholeStep) -> float:
-    """How far another rounding in the type that modules compute in may move it, relative to what it is."""
+    """Return the relative effect of another rounding in the computing type."""
     one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
     most = step.computed.most
     return most if one is None or not one.norm else max(most, step.computed.unit * step.size / one.norm)

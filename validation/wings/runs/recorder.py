@@ -1,6 +1,6 @@
-"""What a job keeps of each of its steps, to hold two runs against each other: each rank in a file of its own.
+"""Recorder of a job's steps for a comparison of two runs: each rank writes its own file.
 
-No rank asks another, nothing is drawn, and no gradient or weight is written to: the job goes on with the same bits.
+It sends no messages, draws no random numbers, and writes to no gradient or weight: the job's bits stay the same.
 """
 
 import warnings
@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.core.observe.computed_in import ComputedIn
-from pipeproof.core.observe.shards import Shard, ShardError, held_here, shard_of
+from pipeproof.core.observe.shards import Shard, ShardError, local_tensor, shard_of
 from pipeproof.core.observe.sketch import Sketch, brief
-from pipeproof.core.verdict import raised
+from pipeproof.core.verdict import describe_error
 from pipeproof.pipeline.step import Parts
-from pipeproof.records.as_given import gradients_of, losses_of, named_by, number, optimizers_of, stages_of
-from pipeproof.records.checked_step import looked_at
+from pipeproof.records.as_given import gradients_of, losses_of, number, optimizers_of, require_names, stages_of
+from pipeproof.records.checked_step import look_at
 from pipeproof.records.rank_part import RankStages, Rename, own_name
 from pipeproof.records.record import RecordError, content_digests
 from pipeproof.reference.step import dense
 from pipeproof.reference.unsharded import is_flat, let_go
-from pipeproof.whitebox.task import shown
+from pipeproof.whitebox.task import show
 from pipeproof.wings.runs.file import Options, RankFile, RankHeader, RankParameter, RankStep
 from pipeproof.worlds.side_store import rank_in_job
 
@@ -35,7 +35,7 @@ _HOW = ("params", "foreach", "fused", "capturable", "differentiable")  # no hype
 
 
 class RunStep:
-    """One step of a run, as a context manager around it; ``record_run(...).step`` makes it."""
+    """One step of a run, a context manager around it, made by ``record_run(...).step``."""
 
     def __init__(self, run: "RunRecorder", step: RankStep | None, microbatches: Sequence[object] | None) -> None:
         self._run, self._step, self._given = run, step, microbatches
@@ -47,22 +47,22 @@ class RunStep:
         return self
 
     def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
-        """Keep this rank's gradients now: they must be complete, and not clipped yet.
+        """Keep this rank's gradients now: complete, and before clipping.
 
-        ``named``: gradients by the names of parameters in the whole model, for a runtime that does not keep them in
-        ``.grad``. Without this call those are kept that the optimizer is given, clipped.
+        ``named``: gradients by the whole model's names, for a runtime that keeps them outside ``.grad``. Without this
+        call, the optimizer's clipped gradients are kept.
         """
         self._note(lambda _: self._gradients(named))
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
     ) -> None:
-        """Keep what this rank knows: the microbatches' losses, in their order; what they are together; the norm."""
+        """Keep this rank's reports: microbatches' losses in order; their total; the norm."""
         self._note(lambda _: self._numbers(losses, {"loss": loss, "norm": norm}))
 
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
-        return looked_at(parts, self.gradients)
+        return look_at(parts, self.gradients)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,15 +76,15 @@ class RunStep:
             self._run.end(self._step, whole=error is None)
 
     def _note(self, look: Callable[[RankStep], Mapping[str, object]]) -> None:
-        """Keep what ``look`` finds, as fields of the step; what it raises is kept too: it is no reason to end a job."""
+        """Keep the fields returned by ``look``, or its error, which must not end a job."""
         if self._step is None or self._step.problem:
             return
         try:
             found = look(self._step)
         except RecordError as error:
             found = {"problem": str(error)}
-        except Exception as error:  # no one type: what a job gives may be anything
-            found = {"problem": f"recording it raised {raised(error)}"}
+        except Exception as error:  # all types: a job may pass anything
+            found = {"problem": f"recording it raised {describe_error(error)}"}
         self._step = replace(self._step, **found)  # type: ignore[arg-type]  # fields by their names
 
     def _begin(self, _: RankStep) -> Mapping[str, object]:
@@ -97,12 +97,12 @@ class RunStep:
         if self._given is None:
             return {"before": moved, "after": after}
         if not isinstance(self._given, Sequence) or isinstance(self._given, str):
-            raise RecordError(f"microbatches is {shown(self._given)}: expected a list of them")
+            raise RecordError(f"microbatches is {show(self._given)}: expected a list of them")
         digests = tuple(one[:_LETTERS] for one in content_digests(self._given))
         return {"before": moved, "after": after, "microbatches": digests}
 
     def _before_update(self, *_: object) -> None:
-        """An optimizer is about to step: the options that it has now count."""
+        """Note the options before an optimizer's step, and clipped gradients if none were kept."""
         self._note(lambda step: {} if step.gradients else {**self._gradients(None), "clipped": True})
         self._note(lambda _: {"options": self._run.options()})
 
@@ -119,11 +119,11 @@ class RunStep:
         for name, gradient in found.items():
             if not isinstance(gradient, Tensor | None):
                 expected = "expected the tensor that this rank has, or None"
-                raise RecordError(f"the gradient of {name} is {shown(gradient)}: {expected}")
+                raise RecordError(f"the gradient of {name} is {show(gradient)}: {expected}")
             kept[name] = None
             if gradient is not None:
                 at = _place(name, gradient, parameters[name].shard)
-                kept[name] = brief(dense(held_here(gradient)), at=at)
+                kept[name] = brief(dense(local_tensor(gradient)), at=at)
                 lying |= {} if at == parameters[name].shard else {name: at}
         return {"gradients": kept, "lying": lying, "clipped": False}
 
@@ -137,24 +137,24 @@ class RunStep:
 
 
 def _place(name: str, gradient: Tensor, weight: Shard) -> Shard:
-    """Where what this rank has of a gradient lies: no other rank is asked to bring it to its ``weight``."""
+    """Return the place of this rank's part of a gradient, without asking others to align it with its ``weight``."""
     try:
         at = shard_of(gradient) or weight
     except ShardError as error:
         raise RecordError(f"the gradient of {name} cannot be kept: {error}") from None
-    if (shape := tuple(held_here(gradient).shape)) != at.lengths or at.shape != weight.shape:
+    if (shape := tuple(local_tensor(gradient).shape)) != at.lengths or at.shape != weight.shape:
         raise RecordError(f"the gradient of {name} has shape {list(shape)}, and the weight {list(at.lengths)}")
     return at
 
 
 class RunRecorder:
-    """What ``record_run`` makes: a context manager around a job's steps on this rank."""
+    """The result of ``record_run``: a context manager around a job's steps on this rank."""
 
     def __init__(self, own: RankStages, optimizers: Sequence[Optimizer], header: RankHeader, path: Path) -> None:
         self.own, self.optimizers, self.header = own, optimizers, header
         self.left: dict[str, Sketch] = {}
-        self.after: int | None = None  # the step whose weights these are, if its line was written
-        self.computed = ""  # the type that modules compute in, once that was seen
+        self.after: int | None = None  # the step with these weights, if written
+        self.computed = ""  # the type that modules compute in, once that was observed
         self._path, self._stopped = path, False
         self._next: int | None = 0
 
@@ -162,24 +162,24 @@ class RunRecorder:
         return self
 
     def step(self, microbatches: Sequence[object] | None = None, *, number: int | None = None) -> RunStep:
-        """A context manager around one step; inside, ``gradients``, ``report`` and ``wrap`` say what cannot be seen.
+        """Return a context manager around one step; its methods add values that cannot be observed.
 
-        microbatches: those that this rank's replica trains in the step, in any form: what is kept is a digest of each
-        one's tensors. None on a rank that does not have them. number: the step's, from 0; the default is the next one,
-        and there is none where a job goes on from a checkpoint. Two runs are compared by these numbers.
+        microbatches: those that this rank's replica trains in the step, in any form; only digests of their tensors are
+        kept. None on ranks without them. number: the step's, from 0, by which two runs are compared; the default is the
+        next, but a job resumed from a checkpoint must give it.
         """
         at = self._next if number is None else number
         if not isinstance(at, int) or at < 0:
             why = ", as the run goes on from a checkpoint" if number is None else ""
-            raise RecordError(f"number is {shown(at)}: expected that of the step, from 0{why}")
+            raise RecordError(f"number is {show(at)}: expected that of the step, from 0{why}")
         self._next = at + 1
         if self.after is not None and at <= self.after:  # made anew, perhaps with other weights
             self.left, self.after = {}, None
-        due = at % self.header.every == 0 and not self._stopped
-        return RunStep(self, RankStep(at) if due else None, microbatches)
+        expected = at % self.header.every == 0 and not self._stopped
+        return RunStep(self, RankStep(at) if expected else None, microbatches)
 
     def begin(self, *, resume: bool) -> Self:
-        """Begin the file, or go on in it. Raises ``RecordError`` where neither can be."""
+        """Begin or resume the file. Raises ``RecordError`` on failure."""
         try:
             if resume and self._path.exists():
                 self._cut_torn_line()
@@ -204,7 +204,7 @@ class RunRecorder:
             file.truncate(there.size)
 
     def check_parameters(self) -> None:
-        """Raise ``RecordError`` where a module has another tensor as a parameter than when recording began."""
+        """Raise ``RecordError`` if a module replaced a parameter since recording began."""
         there = {id(one) for module in self.own.modules.values() for one in module.parameters()}
         for address, name in self.own.names.items():
             if address not in there and name not in self.own.shards:
@@ -215,14 +215,14 @@ class RunRecorder:
                 raise RecordError(f"{name} has shape {list(one.shape)}, and had {list(lengths)} when recording began")
 
     def sketches(self) -> dict[str, Sketch]:
-        """Each parameter in brief; those that are as they were left are these very sketches."""
+        """Return a sketch of each parameter, reusing those of unchanged ones."""
         return {
             name: brief(one, at=self.header.parameters[name].shard, known=self.left.get(name))
             for name, one in self.own.parameters.items()
         }
 
     def options(self) -> Options:
-        """What optimizers have now, by parameter: learning rate, weight decay and others that are numbers."""
+        """Return the optimizers' current options by parameter: learning rate, weight decay and other numbers."""
         found: dict[str, dict[str, object]] = {}
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             values = {name: _plain(value) for name, value in group.items() if name not in _HOW}
@@ -231,7 +231,7 @@ class RunRecorder:
         return found
 
     def end(self, step: RankStep, *, whole: bool) -> None:
-        """Add the step's line to the file, if it is ``whole``. Where that cannot be, say so once; the job goes on."""
+        """Append the step's line to the file, if ``whole``. On failure, warn once; the job goes on."""
         if step.problem or not whole:
             self.left, self.after = {}, None  # the next line has all weights that it begins with
         if not whole:
@@ -260,7 +260,7 @@ def record_run(
     every: int = 1,
     resume: bool = False,
 ) -> RunRecorder:
-    """A context manager around a training loop, that keeps what tells two runs apart. Every rank enters it.
+    """Record a training loop for later comparison, as a context manager. Every rank enters it.
 
     Its ``step`` goes around each step of the loop. Of that is kept: digests of the microbatches, losses, the gradient
     norm, the optimizer's options, and of each gradient and each updated weight a digest, a norm and eight projections:
@@ -273,8 +273,8 @@ def record_run(
     the whole model. every: keep one step of so many. resume: go on in a folder that a job left which was stopped; steps
     that are made anew take the place of those that were there.
 
-    Raises ``RecordError`` for what is of no use, and for a folder that has a run already. What goes wrong later is a
-    warning, and the job goes on.
+    Raises ``RecordError`` for invalid arguments, and for a folder with another run. Later problems are warnings, and
+    the job goes on.
     """
     rank, ranks = rank_in_job()
     stages = stages_of(modules, rank)
@@ -283,17 +283,17 @@ def record_run(
         if any(getattr(part.sharding_strategy, "name", "") != "NO_SHARD" for part in flat):
             raise RecordError("modules is in FullyShardedDataParallel, whose parameters are flat: use fully_shard")
         let_go(module)
-    own = RankStages(stages, named_by(rename))
+    own = RankStages(stages, require_names(rename))
     own.check_names()
     optimizers = optimizers_of(optimizer)
     if not isinstance(every, int) or every < 1:
-        raise RecordError(f"every is {shown(every)}: expected how many steps there are to one that is kept, from 1")
+        raise RecordError(f"every is {show(every)}: expected how many steps there are to one that is kept, from 1")
     header = RankHeader(rank, ranks, {name: _parameter(own, name) for name in own.parameters}, every)
     return RunRecorder(own, optimizers, header, Path(to) / f"rank-{rank}.jsonl").begin(resume=resume)
 
 
 def _parameter(own: RankStages, name: str) -> RankParameter:
-    """What a header says of a parameter. Raises ``RecordError`` where nothing tells which part of it is here."""
+    """Return a parameter's header entry. Raises ``RecordError`` if its part is unknown."""
     if is_lazy(one := own.parameters[name]):
         raise RecordError(f"{name} has no shape yet: run the model once before it is recorded")
     try:
@@ -307,7 +307,7 @@ def _parameter(own: RankStages, name: str) -> RankParameter:
 
 
 def _plain(value: Any) -> object:
-    """An option that is a number, or several; None of anything else."""
+    """Return a numeric option, or several; otherwise None."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

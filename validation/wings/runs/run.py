@@ -1,4 +1,4 @@
-"""A run of many steps as all its ranks kept it: their parts put together, one step at a time."""
+"""A long run combined from all ranks' files, one step at a time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from pipeproof.core.limits import Precision, coarsest, precision_of
-from pipeproof.core.observe.shards import Shard, untiled
+from pipeproof.core.observe.shards import Shard, find_untiled
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.sizes import SHOWN
-from pipeproof.records.rank_part import Arrival, run_of, told
+from pipeproof.records.rank_part import Arrival, describe_problems, run_of
 from pipeproof.records.record import RecordError
 from pipeproof.wings.runs.file import STEPS, Options, RankFile, RankParameter, RankStep, dtype_of, other_options
 from pipeproof.wings.runs.tensor import Part, WholeTensor, whole_tensors
@@ -22,12 +22,11 @@ _OWN = "give each run a folder of its own"
 
 @dataclass(frozen=True)
 class WholeStep:
-    """One step, by the model's names of parameters.
+    """One step, by the model's parameter names.
 
-    losses: of microbatches of which some rank reports one, by the microbatch's number. loss, norm: None where no rank
-    reports it, or ranks differ. tensors: weights ``before`` the step, ``gradients``, and ``weights`` after it. clipped:
-    as of a rank. computed: how the type rounds that modules compute in, the narrowest of them. conflicts: what ranks
-    contradict each other in, a sentence by law.
+    losses: reported by some rank, by microbatch number. loss, norm: None if unreported, or ranks differ. tensors:
+    weights ``before`` the step, ``gradients``, and ``weights`` after it. clipped: as of a rank. computed: rounding of
+    the narrowest computing type. conflicts: contradictions between ranks, a sentence by law.
     """
 
     number: int
@@ -43,27 +42,27 @@ class WholeStep:
 
     @cached_property
     def before(self) -> dict[str, Sketch]:
-        """The weights that it began with."""
+        """Initial weights."""
         return _there(self.tensors["before"])
 
     @cached_property
     def gradients(self) -> dict[str, Sketch]:
-        """Those that there are."""
+        """Present gradients of the step."""
         return _there(self.tensors["gradients"])
 
     @cached_property
     def weights(self) -> dict[str, Sketch]:
-        """The weights after it."""
+        """Weights after the step."""
         return _there(self.tensors["weights"])
 
     @cached_property
     def size(self) -> float:
-        """The norm of all gradients together that are finite."""
+        """Norm of all finite gradients."""
         return math.hypot(*(one.norm for one in self.gradients.values() if math.isfinite(one.norm)))
 
     @cached_property
     def apart(self) -> dict[str, tuple[str, int, int]]:
-        """Of parameters that ranks have otherwise where they have the same part: what, the rank, and the first one."""
+        """Parameters that differ between ranks with the same part: kind, rank, and first rank."""
         found: dict[str, tuple[str, int, int]] = {}
         for what, which in (("updated weight", "weights"), ("gradient", "gradients"), ("weight", "before")):
             found |= {name: (what, *one.apart) for name, one in self.tensors[which].items() if one.apart is not None}
@@ -75,10 +74,10 @@ def _there(tensors: Mapping[str, WholeTensor]) -> dict[str, Sketch]:
 
 
 class WholeRun:
-    """The run in a folder. Raises ``RecordError`` unless all its ranks' parts are there and are of one run.
+    """A run in a folder. Raises ``RecordError`` unless all ranks' files are present and from one run.
 
-    parameters: each with the first rank that has it. numbers: of the steps that all ranks kept, for where a job was
-    killed, the last of one rank may be lost to another.
+    parameters: each with the first rank that has it. numbers: steps kept by all ranks; after a kill, one rank may lack
+    another's last step.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -102,7 +101,7 @@ class WholeRun:
 
     @cached_property
     def precision(self) -> Precision:
-        """The coarsest that its numbers may be rounded to."""
+        """Coarsest possible rounding of its numbers."""
         return coarsest([precision_of(dtype_of(one.dtype)) for _, one in self.parameters.values()])
 
     def _check_ranks(self) -> None:
@@ -131,19 +130,19 @@ class WholeRun:
         self._check_parts(shards, "")
 
     def _check_parts(self, shards: Mapping[str, Sequence[Shard]], what: str) -> None:
-        """Raise ``RecordError`` unless each parameter's ``shards`` are all of it, and nothing of it twice."""
+        """Raise ``RecordError`` unless each parameter's ``shards`` cover it exactly once."""
         for name, parts in shards.items():
-            if (why := untiled(parts)) and any(part.count for part in parts):
+            if (why := find_untiled(parts)) and any(part.count for part in parts):
                 expected = "expected each element on one rank, or in copies"
                 raise RecordError(f"{self}: {what}{name} is not there once as a whole: {why}; {expected}")
 
     def _step(self, number: int) -> WholeStep:
-        """The step of this number, of all ranks. Raises ``RecordError`` where one of them could not keep it."""
+        """Combine this step from all ranks. Raises ``RecordError`` if one could not record it."""
         steps = [file.step(number) for file in self.files]
         if problems := {rank: one.problem for rank, one in enumerate(steps) if one.problem}:
-            raise RecordError(f"{self} lacks step {number}, which was not recorded: {told(problems)}")
+            raise RecordError(f"{self} lacks step {number}, which was not recorded: {describe_problems(problems)}")
         placed = {
-            what: [self._placed(rank, step, what) for rank, step in enumerate(steps)]
+            what: [self._parts_of(rank, step, what) for rank, step in enumerate(steps)]
             for what in ("before", "gradients", "weights")
         }
         lying = {
@@ -164,13 +163,13 @@ class WholeRun:
             conflicts=conflicts,
         )
 
-    def _placed(self, rank: int, step: RankStep, what: str) -> dict[str, Part]:
+    def _parts_of(self, rank: int, step: RankStep, what: str) -> dict[str, Part]:
         parameters, lying = self.files[rank].header.parameters, step.lying if what == "gradients" else {}
         found: Mapping[str, Sketch | None] = getattr(step, what)
         return {name: Part(rank, lying.get(name, parameters[name].shard), one) for name, one in found.items()}
 
     def _data(self, number: int, steps: Sequence[RankStep]) -> tuple[tuple[str, ...] | None, dict[int, float]]:
-        """The microbatches of all replicas, and the losses of each of which one was reported."""
+        """Return all replicas' microbatches, and their reported losses."""
         if all(one.microbatches is None for one in steps):
             longest: tuple[float, ...] = max((one.losses or () for one in steps), key=len)
             return None, dict(enumerate(longest))
@@ -181,7 +180,7 @@ class WholeRun:
         ranks = [rank for rank, group in enumerate(alike) if group not in alike[:rank]]
         run, problems = run_of([Arrival(dict.fromkeys(names[rank], 0), steps[rank].microbatches, "") for rank in ranks])
         if problems:
-            raise RecordError(f"step {number} of {self}: {told(problems)}")
+            raise RecordError(f"step {number} of {self}: {describe_problems(problems)}")
         losses: dict[int, float] = {}
         for group, step in zip(alike, steps, strict=True):
             own = run.shares[ranks.index(alike.index(group))]
@@ -191,14 +190,14 @@ class WholeRun:
         return run.microbatches, losses
 
     def _number(self, law: str, what: str, steps: Sequence[RankStep], conflicts: dict[str, str]) -> float | None:
-        """What all ranks report that report one; None, and a conflict, where these are several."""
+        """Return the number on which all reporting ranks agree; None, and a conflict, if they differ."""
         known = {repr(one): one for one in (getattr(step, what) for step in steps) if one is not None}
-        if len(known) > 1:  # as text: no NaN is equal to another
+        if len(known) > 1:  # as text, because NaN differs from NaN
             conflicts[law] = f"ranks of {self} report other numbers for the {what}"
         return next(iter(known.values())) if len(known) == 1 else None
 
     def _options(self, steps: Sequence[RankStep], conflicts: dict[str, str]) -> Options:
-        """Those of the first rank that has any for a parameter; and a conflict, where a rank has others."""
+        """Return the options of each parameter's first rank; and a conflict if ranks differ."""
         first: Options = {}
         for rank, step in enumerate(steps):
             if other := other_options(first, step.options):

@@ -1,4 +1,4 @@
-"""A tensor in brief, of which ranks hold parts or the same: added up, so that another layout has the same of it."""
+"""Sketch of a tensor from ranks' parts or copies: independent of the layout."""
 
 import hashlib
 import math
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeproof.core.observe.shards import Bounds, Shard
-from pipeproof.core.observe.sketch import Sketch, added
+from pipeproof.core.observe.sketch import Sketch, add_sketches
 
 
 class Part(NamedTuple):
-    """What a rank has of a tensor, None where it has a gradient that is none, and where that lies."""
+    """A rank's part of a tensor, None for a missing gradient, and its place."""
 
     rank: int
     at: Shard
@@ -19,20 +19,20 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> tuple[Bounds, tuple[int, int]]:
-        """Where it lies, and which addend it is."""
+        """Place of the part, and its number as an addend."""
         return self.at.bounds, self.at.addend
 
     @property
     def content(self) -> bytes:
-        """Its digest; empty where it is none."""
+        """Digest; empty if missing."""
         return b"" if self.sketch is None else self.sketch.digest
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """``sketch``: that of all of it. parts: those that ranks have, each once, from the first rank that has it.
+    """``sketch``: of the whole tensor. parts: each once, from the first rank that has it.
 
-    apart: a rank whose part differs from that of another rank which has the same one, and that other rank.
+    apart: a rank whose part differs from another rank's copy, and that other rank.
     """
 
     sketch: Sketch | None
@@ -40,7 +40,7 @@ class WholeTensor:
     apart: tuple[int, int] | None = None
 
     def farthest(self, other: "WholeTensor") -> int | None:
-        """The rank whose part is farthest from that of ``other``; None where parts of the other do not lie so."""
+        """Return the rank with the farthest part from ``other``'s; None if parts differ in place."""
         theirs = {one.place: one.sketch for one in other.parts}
         if theirs.keys() != {one.place for one in self.parts}:
             return None
@@ -53,7 +53,7 @@ class WholeTensor:
 
 
 def whole_tensors(found: Sequence[Mapping[str, Part]]) -> dict[str, WholeTensor]:
-    """All tensors by name, of what each rank has, in the order of ranks."""
+    """Combine all tensors by name, from each rank's parts in rank order."""
     parts: dict[str, list[Part]] = {}
     for own in found:
         for name, part in own.items():
@@ -62,7 +62,7 @@ def whole_tensors(found: Sequence[Mapping[str, Part]]) -> dict[str, WholeTensor]
 
 
 def whole_tensor(parts: Sequence[Part]) -> WholeTensor:
-    """A tensor by what all ranks have of it. Parts of a replica count once."""
+    """Combine a tensor from all ranks' parts. Replicas count once."""
     first: dict[object, Part] = {}
     apart = None
     for one in parts:
@@ -78,10 +78,10 @@ def _sum(parts: Sequence[Part]) -> Sketch | None:
     shape = parts[0].at.shape
     if not there or shape is None:
         return None
-    whole = added(there, shape)
+    whole = add_sketches(there, shape)
     if all(one.at.addend[1] == 1 for one in parts):
         return whole
-    # The bits of a sum are known to who forms it alone; its norm is what projections tell.
+    # Bits of a sum are unknown before summation; projections give its norm.
     content = hashlib.sha256(b"".join(sorted(one.digest for one in there))).digest()[: len(whole.digest)]
     norm = math.sqrt(sum(one**2 for one in whole.projections) / len(whole.projections))
     return replace(whole, digest=content, norm=norm)

@@ -1,4 +1,4 @@
-"""Buffers on their way: what is in them, whether that memory is still there, what code does there that is a race."""
+"""Buffers in flight: their contents, the life of their memory, and racing code."""
 
 from collections.abc import Sequence
 
@@ -6,62 +6,62 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.observe.stack import Stack
-from pipeproof.wings.simulated.torch_inside import Memory, unwatched
+from pipeproof.wings.simulated.torch_inside import Memory, unwatch
 from pipeproof.worlds.rank_report import Race
 
 Version = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: the number, its shape and its strides
 
 
-@unwatched
+@unwatch
 def poison(tensors: Sequence[Tensor]) -> None:
-    """Fill buffers with what no right code would compute with: NaN, or the largest number of their type."""
+    """Fill buffers with values that correct code never uses: NaN, or the largest number of their type."""
     for tensor in tensors:
         _bare(tensor).fill_(_worst(tensor.dtype))
 
 
-@unwatched
+@unwatch
 def fill(tensors: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
-    """Write ``contents`` into buffers as a transport does, which autograd does not see."""
+    """Write ``contents`` into buffers like a transport, unseen by autograd."""
     for tensor, content in zip(tensors, contents, strict=True):
         _bare(tensor).copy_(content.view(tensor.shape) if content.numel() == tensor.numel() else content)
 
 
-@unwatched
+@unwatch
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What is in buffers now."""
+    """Copy the current contents of buffers."""
     return tuple(_bare(tensor).clone() for tensor in tensors)
 
 
-@unwatched
-def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether buffers hold the same bits as before."""
+@unwatch
+def is_unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """True if buffers hold the same bits as before."""
     return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
 
 
 def versions(tensors: Sequence[Tensor]) -> list[Version]:
-    """How often functions of torch have written into each or its base, where autograd counts, and its shape."""
+    """Return, for each tensor or its base, autograd's count of writes, and its shape."""
     return [(0 if one.is_inference() else one._version, tuple(one.shape), one.stride()) for one in tensors]
 
 
 def fit(contents: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether buffers have as many elements as ``contents``, of the same types."""
+    """True if buffers match ``contents`` in types and numbers of elements."""
     one, other = ([(tensor.numel(), tensor.dtype) for tensor in some] for some in (contents, tensors))
     return one == other
 
 
-def described(tensors: Sequence[Tensor]) -> str:
+def describe(tensors: Sequence[Tensor]) -> str:
     """Their types and shapes."""
     return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
 def place_of(tensor: Tensor) -> int:
-    """Where the memory begins of which a tensor is all or a part."""
+    """Return the start address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
-@unwatched
+@unwatch
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have memory in common."""
+    """True if two tensors share memory."""
     if place_of(one) != place_of(other):
         return False
     here, there = _span(one), _span(other)
@@ -71,9 +71,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return whole or one.element_size() != other.element_size() or not _elements(one).isdisjoint(_elements(other))
 
 
-@unwatched
-def within(one: Tensor, other: Tensor) -> bool:
-    """Whether all memory of a tensor is another's."""
+@unwatch
+def is_within(one: Tensor, other: Tensor) -> bool:
+    """True if another tensor's memory contains this one's."""
     here, there = _span(one), _span(other)
     return overlap(one, other) and there.start <= here.start and here.stop <= there.stop
 
@@ -92,7 +92,7 @@ def _span(tensor: Tensor) -> range:
 
 
 def _elements(tensor: Tensor) -> set[int]:
-    """Where its elements lie in its storage."""
+    """Return the offsets of its elements in its storage."""
     places = torch.tensor(int(tensor.storage_offset()))
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
         places = places[..., None] + step * torch.arange(size)
@@ -100,7 +100,7 @@ def _elements(tensor: Tensor) -> set[int]:
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """The same memory, with no history and a version of its own."""
+    """Return a tensor on the same memory, without history, with its own version counter."""
     return tensor.data
 
 
@@ -115,9 +115,9 @@ def _worst(dtype: torch.dtype) -> float | int | bool:
 
 
 class HeldTensors:
-    """Tensors as they are when this is made. As a transport does, it keeps the objects, and of their memory an address.
+    """Tensors and their contents at construction. It keeps objects and, like a transport, addresses of memory.
 
-    Memory can go while its tensor is there: another is put in its place (``tensor.data = other``), or it is resized.
+    Memory can go before its tensor: another replaces it (``tensor.data = other``), or it is resized.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -127,31 +127,31 @@ class HeldTensors:
 
     @property
     def freed(self) -> bool:
-        """Whether some of the memory is no longer there, or no longer where it was."""
+        """True if some memory was freed or moved."""
         return any(one.tensor is None for one in self._memory)
 
     @property
     def changed(self) -> bool:
-        """Whether what is in it is not what was."""
+        """True if the contents changed."""
         there = self._there()
-        return there is not None and not unchanged(there, self.before)
+        return there is not None and not is_unchanged(there, self.before)
 
     def differs(self, contents: Sequence[Tensor]) -> bool:
-        """Whether what is in it is not ``contents``, or its memory is gone."""
-        return self.freed or not unchanged(self.contents, contents)
+        """True if memory differs from ``contents``, or is gone."""
+        return self.freed or not is_unchanged(self.contents, contents)
 
     @property
     def contents(self) -> tuple[Tensor, ...]:
-        """What is in it now; of memory that is gone, what was."""
+        """Return the current contents; for freed memory, the last ones."""
         there = self._there()
         return tuple(self.before) if there is None else copies(there)
 
     def fill(self, contents: Sequence[Tensor]) -> None:
-        """Write this into the memory, where it is there."""
+        """Write ``contents`` into the remaining memory."""
         if (there := self._there()) is not None:
             fill(there, contents)
 
-    @unwatched
+    @unwatch
     def _there(self) -> list[Tensor] | None:
         there = [tensor for one in self._memory if (tensor := one.tensor) is not None]
         return there if len(there) == len(self._memory) else None

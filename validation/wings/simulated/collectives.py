@@ -1,4 +1,4 @@
-"""Collectives: the k-th calls of all ranks of a communicator are one. All say the same of it, and it has a meaning."""
+"""Collectives: the k-th calls of all ranks in a communicator are one, with equal terms and a meaning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.core.observe.stack import Stack, own_stack
-from pipeproof.wings.simulated.buffers import copies, described, fit, race
+from pipeproof.wings.simulated.buffers import copies, describe, fit, race
 from pipeproof.wings.simulated.engine.scheduler import NotSimulated, Wait
 from pipeproof.wings.simulated.network import Network
 from pipeproof.wings.simulated.store import Communicator
-from pipeproof.wings.simulated.torch_inside import unwatched
+from pipeproof.wings.simulated.torch_inside import unwatch
 from pipeproof.wings.simulated.work import SimulatedWork
 
 Brought = Sequence[Sequence[Tensor]]  # by rank
@@ -40,8 +40,8 @@ def operation_name(operation: Any) -> str:
     return next((name for name in _NAMES if operation == getattr(dist.ReduceOp, name)), type(operation).__name__)
 
 
-def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Tensors of all ranks, one of each, as one: added in the order of ranks. Raises ``NotSimulated``."""
+def reduction(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return a function that reduces all ranks' tensors in rank order. Raises ``NotSimulated``."""
     found = next((one for name, one in _OPERATIONS.items() if operation == name), None)
     if found is None:
         raise NotSimulated(f"reduction {operation_name(operation)}")
@@ -55,14 +55,14 @@ def reduced(operation: Any) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def all_reduced(operation: Any) -> Meaning:
-    """Every rank gets the reduction of each tensor."""
-    combine = reduced(operation)
+    """Give every rank the reduction of each tensor."""
+    combine = reduction(operation)
     return lambda brought: [[combine(tensors) for tensors in zip(*brought, strict=True)]] * len(brought)
 
 
-def reduced_to(operation: Any, root: int) -> Meaning:
-    """One rank gets it; the others keep what they brought."""
-    combine = reduced(operation)
+def reduce_to(operation: Any, root: int) -> Meaning:
+    """Give the reduction to one rank; others keep their input."""
+    combine = reduction(operation)
 
     def meaning(brought: Brought) -> Sequence[Sequence[Tensor]]:
         whole = [combine(tensors) for tensors in zip(*brought, strict=True)]
@@ -72,39 +72,39 @@ def reduced_to(operation: Any, root: int) -> Meaning:
 
 
 def of_root(root: int) -> Meaning:
-    """Every rank gets what one brought."""
+    """Give every rank the root's input."""
     return lambda brought: [brought[root]] * len(brought)
 
 
-def gathered(brought: Brought) -> Sequence[Sequence[Tensor]]:
-    """Every rank gets a list: of the first tensor of each rank, then of the second of each, ..."""
+def gather(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Give every rank a list: each rank's first tensors, then each rank's second, ..."""
     return [[tensor for k in range(len(brought[0])) for tensor in (one[k] for one in brought)]] * len(brought)
 
 
-def gathered_into_one(brought: Brought) -> Sequence[Sequence[Tensor]]:
-    """Every rank gets one tensor, for each that it brought: all ranks' one after the other."""
+def gather_into_one(brought: Brought) -> Sequence[Sequence[Tensor]]:
+    """Give every rank, for each input, all ranks' tensors joined into one."""
     return [[torch.cat([one.reshape(-1) for one in tensors]) for tensors in zip(*brought, strict=True)]] * len(brought)
 
 
-def gathered_by(root: int) -> Meaning:
-    """One rank gets the first tensor of each."""
+def gather_to(root: int) -> Meaning:
+    """Give one rank the first tensor of each."""
     return lambda brought: [[one[0] for one in brought] if rank == root else [] for rank in range(len(brought))]
 
 
-def scattered_by(root: int) -> Meaning:
-    """Rank r gets the r-th tensor of one rank."""
+def scatter_from(root: int) -> Meaning:
+    """Give rank r the root's r-th tensor."""
     return lambda brought: [[brought[root][rank]] for rank in range(len(brought))]
 
 
-def reduced_and_scattered(operation: Any) -> Meaning:
+def reduce_scatter(operation: Any) -> Meaning:
     """Rank r gets the reduction of the r-th tensors."""
-    combine = reduced(operation)
+    combine = reduction(operation)
     return lambda brought: [[combine([one[rank] for one in brought])] for rank in range(len(brought))]
 
 
-def reduced_and_cut(operation: Any) -> Meaning:
+def reduce_and_cut(operation: Any) -> Meaning:
     """Rank r gets the r-th part of the reduction, for each tensor."""
-    combine = reduced(operation)
+    combine = reduction(operation)
 
     def meaning(brought: Brought) -> Sequence[Sequence[Tensor]]:
         whole = [combine(tensors).reshape(-1).chunk(len(brought)) for tensors in zip(*brought, strict=True)]
@@ -113,13 +113,13 @@ def reduced_and_cut(operation: Any) -> Meaning:
     return meaning
 
 
-def exchanged(brought: Brought) -> Sequence[Sequence[Tensor]]:
+def exchange(brought: Brought) -> Sequence[Sequence[Tensor]]:
     """Rank r gets the r-th tensor of each rank."""
     return [[one[rank] for one in brought] for rank in range(len(brought))]
 
 
 def nothing(brought: Brought) -> Sequence[Sequence[Tensor]]:
-    """Nobody gets anything: all have come."""
+    """Give no rank an output: arrival is all."""
     return [[] for _ in brought]
 
 
@@ -128,40 +128,40 @@ BARRIER = "barrier"
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One rank's part of a collective. ``told``: what all ranks must say alike, such as sizes, for people.
+    """One rank's call of a collective, with ``inputs`` and ``outputs``.
 
-    ``brought`` it gives, ``due`` it gets.
+    ``terms``: a text that must agree on all ranks, with sizes, for example.
     """
 
     name: str
-    told: str
-    brought: Sequence[Tensor]
-    due: Sequence[Tensor]
+    terms: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     meaning: Meaning
 
     @property
     def text(self) -> str:
-        """It with what must agree."""
-        return f"{self.name}({self.told})"
+        """The call with the terms that must agree."""
+        return f"{self.name}({self.terms})"
 
 
 @dataclass
 class _Meeting:
-    """Those who have come to a collective, by their numbers in the communicator."""
+    """The ranks that have arrived at a collective, by their numbers in the communicator."""
 
     calls: dict[int, tuple[CollectiveCall, SimulatedWork]] = field(default_factory=dict)
 
 
 class Collectives:
-    """The collectives of a run."""
+    """All collectives of a run."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._meetings: dict[tuple[int, int], _Meeting] = {}
 
-    @unwatched
+    @unwatch
     def call(self, communicator: Communicator, rank: int, call: CollectiveCall) -> SimulatedWork:
-        """The next collective of the rank that has the turn. Raises the race where others call another."""
+        """Enter the running rank's next collective. Raises the race if other ranks call another."""
         scheduler, stack = self._network.scheduler, own_stack()
         on_stream = self._network.on_stream(communicator)
         number = communicator.calls[rank]
@@ -174,35 +174,35 @@ class Collectives:
             return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
 
         self._look(communicator, call, stack)
-        work = SimulatedWork(scheduler, wait, stack, call.brought, call.due, posted_as="called", on_stream=on_stream)
+        work = SimulatedWork(scheduler, wait, stack, call.inputs, call.outputs, posted_as="called", on_stream=on_stream)
         work.communicator, work.holds_program = communicator, call.name == BARRIER  # for which NCCL's programs wait
         self._network.works.add(work)
         meeting.calls[rank] = call, work
         if len(meeting.calls) == communicator.size:
             del self._meetings[communicator.number, number]
             scheduler.offer(
-                min(work.name for _, work in meeting.calls.values()), unwatched(partial(self._happen, meeting))
+                min(work.name for _, work in meeting.calls.values()), unwatch(partial(self._happen, meeting))
             )
         scheduler.pause()
         return work
 
     def _look(self, communicator: Communicator, call: CollectiveCall, stack: Stack) -> None:
-        """Raises the race where buffers of this call wait for something that is on its way.
+        """Raise the race if buffers of this call wait for a transfer in flight.
 
-        Of a communicator's collectives on one stream each follows the one before: what one gives is there for the next.
+        A communicator's collectives on one stream are ordered: an output is ready for the next.
         """
         if self._network.rules.one_stream:
-            while (work := self._network.works.pending_in([*call.brought, *call.due])) is not None:
+            while (work := self._network.works.pending_in([*call.inputs, *call.outputs])) is not None:
                 if work.communicator is not communicator:
                     break
                 work.wait()
-        self._network.works.uses(call.brought, stack)
-        self._network.works.claims(call.due, stack)
+        self._network.works.uses(call.inputs, stack)
+        self._network.works.claims(call.outputs, stack)
 
     def _compare(self, meeting: _Meeting, call: CollectiveCall, number: int, stack: Stack) -> None:
         if not meeting.calls:
             return
-        other, work = next(iter(meeting.calls.values()))  # of who came first
+        other, work = next(iter(meeting.calls.values()))  # the first to arrive
         if other.text != call.text:
             own = self._network.scheduler.running
             said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
@@ -217,8 +217,8 @@ class Collectives:
         results = [copies(gets) for gets in first.meaning([work.given.contents for _, work in calls])]
         at_s = max(work.posted_s for _, work in calls) + self._network.latency_s
         for (call, work), gets in zip(calls, results, strict=True):
-            came = gets if call.due else ()
-            if not fit(came, call.due):
-                said = f"{work.text} gave rank {work.rank} {described(came)}, and it received {described(call.due)}"
+            came = gets if call.outputs else ()
+            if not fit(came, call.outputs):
+                said = f"{work.text} gave rank {work.rank} {describe(came)}, and it received {describe(call.outputs)}"
                 work.error, came = race("mismatched", work.rank, said, received=work.stack), ()
             work.end(came, at_s=at_s)

@@ -1,4 +1,4 @@
-"""The ends of messages, from their calls on, and the room in which a network keeps what has not been received."""
+"""Ends of messages after their calls, and the room in which a network buffers messages."""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ from pipeproof.wings.simulated.work import SimulatedWork
 
 @dataclass(eq=False)
 class RoomSlot:
-    """That of one message: from when on it was free, and until when it was taken, once that is known."""
+    """A message's slot in the room: free from one time, taken until another, if known."""
 
     size_bytes: int
     free_s: float = 0.0
@@ -19,10 +19,10 @@ class RoomSlot:
 
 
 class Room:
-    """So many bytes for each channel. A message that is larger than all of them is never kept; without any, none is.
+    """A number of bytes for each channel. A message larger than all is never buffered.
 
-    It is given back in the order in which it was taken. So at what time a message has a place depends on the times of
-    those before it, and not on the order in which a run comes to them.
+    Slots are returned in the order of taking. So the time of a slot depends on the times of earlier messages, and not
+    on the order in which a run visits them.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -34,18 +34,18 @@ class Room:
         return self._size_bytes > 0
 
     def holds(self, size_bytes: int) -> bool:
-        """Whether a message of this size can ever be kept."""
+        """True if a message of this size fits at all."""
         return 0 < self._size_bytes >= size_bytes
 
     def has(self, channel: Hashable, size_bytes: int) -> bool:
-        """Whether there is a place for a message now."""
+        """True if a message fits now."""
         places = [*self._places[channel]]
         while places and places[0].left_s is not None:
             places.pop(0)
         return self.holds(size_bytes) and sum(one.size_bytes for one in places) + size_bytes <= self._size_bytes
 
     def take(self, channel: Hashable, size_bytes: int) -> RoomSlot:
-        """The place of the channel's next message; of one that is never kept, what it waits for all the same."""
+        """Take the slot of the channel's next message; an oversized message waits for one too."""
         places, place = self._places[channel], RoomSlot(size_bytes)
         places.append(place)
         while len(places) > 1 and sum(one.size_bytes for one in places) > self._size_bytes:
@@ -59,11 +59,11 @@ Way = tuple[Hashable, ...]  # what tells channels apart, or queues
 
 @dataclass(eq=False)
 class Batch:
-    """Ends that one call posts: they run together. ``left``: how many are still to come."""
+    """Ends posted together by one call. ``left``: number still to come."""
 
     left: int
     works: list[SimulatedWork] = field(default_factory=list)
-    freed_s: dict[Way, float] = field(default_factory=dict)  # when they were the next of each of their queues
+    freed_s: dict[Way, float] = field(default_factory=dict)  # time when they became next in each queue
 
 
 @dataclass(eq=False)
@@ -81,19 +81,19 @@ class End:
     other: "End | None" = None
     offered: bool = False
     kept: bool = False  # a message whose send has ended, by the network
-    place: RoomSlot | None = None  # where it is kept, or might have been
-    freed: int = -1  # the event that made it the next of its queue
+    place: RoomSlot | None = None  # its slot in the room
+    freed: int = -1  # the event that made it next in its queue
     freed_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """What it holds."""
+        """Size of its tensors."""
         return sum(tensor.nbytes for tensor in self.held.before)
 
 
 @dataclass
 class Ends:
-    """The ends of one channel that have not met: there are only ever sends, or only receives."""
+    """Unmatched ends of one channel: sends alone, or receives alone."""
 
     sends: deque[End] = field(default_factory=deque)
     receives: deque[End] = field(default_factory=deque)

@@ -1,4 +1,4 @@
-"""A process group of the simulated world: torch's calls become calls into its network."""
+"""Process group of the simulated world: torch's calls become calls into its network."""
 
 import os
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from pipeproof.wings.simulated.collectives import (
     Collectives,
     Meaning,
     all_reduced,
-    exchanged,
-    gathered,
-    gathered_by,
-    gathered_into_one,
+    exchange,
+    gather,
+    gather_into_one,
+    gather_to,
     nothing,
     of_root,
     operation_name,
-    reduced_and_cut,
-    reduced_and_scattered,
-    reduced_to,
-    scattered_by,
+    reduce_and_cut,
+    reduce_scatter,
+    reduce_to,
+    scatter_from,
 )
 from pipeproof.wings.simulated.engine.scheduler import AnotherRanks, NotSimulated
 from pipeproof.wings.simulated.network import Network
 from pipeproof.wings.simulated.store import Communicators
-from pipeproof.wings.simulated.torch_inside import arrived
+from pipeproof.wings.simulated.torch_inside import wait_for
 from pipeproof.wings.simulated.work import SimulatedWork
 
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 class Net:
-    """What the ranks of the run in progress share. There is one run at a time in a process."""
+    """Shared state of the current run's ranks. A process has one run at a time."""
 
     current: ClassVar["Net | None"] = None
 
@@ -52,15 +52,15 @@ class Net:
 
     @staticmethod
     def now() -> "Net":
-        """That of the run in progress."""
+        """Return the current run's state."""
         assert Net.current is not None, "a simulated group lives as long as its run"
         return Net.current
 
 
 class Bare:
-    """Messages between the ranks of a store, for who makes a gloo group without torch.distributed.
+    """Messages between a store's ranks, for code that builds a gloo group without torch.distributed.
 
-    ``on_host``: as gloo's, for which programs wait, and no device for them.
+    ``on_host``: like gloo, programs wait, not devices.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Bare:
 
     @property
     def _net(self) -> Net:
-        """That of the run. Raises ``AnotherRanks`` where the rank that has the turn is not the one that made this."""
+        """The run's state. Raises ``AnotherRanks`` unless the running rank made this group."""
         running = Net.now().network.scheduler.running
         if self._own_net is not Net.current:
             raise AnotherRanks("process group", running, "an earlier run's rank")
@@ -98,7 +98,7 @@ class Bare:
         return self._net.network.receive(self._communicator, self._rank, None, tag, _dense(tensors))
 
     def agree(self, ranks: Sequence[int]) -> None:
-        """Raises the race where others have come than these ranks of the world."""
+        """Raise the race unless exactly these world ranks have come."""
         own, communicator = self._owner, self._communicator
         for number, rank in communicator.members.items():
             if rank != ranks[number]:
@@ -110,15 +110,15 @@ class Bare:
                 self._net.network.scheduler.tell(found)
 
     def call(
-        self, name: str, brought: Sequence[Tensor], due: Sequence[Tensor], meaning: Meaning, told: object = ""
+        self, name: str, brought: Sequence[Tensor], expected: Sequence[Tensor], meaning: Meaning, terms: object = ""
     ) -> SimulatedWork:
-        """This rank's part of the collective ``name``."""
-        one = CollectiveCall(name, str(told), brought, due, meaning)
+        """Enter this rank's part of the collective ``name``."""
+        one = CollectiveCall(name, str(terms), brought, expected, meaning)
         return self._net.collectives.call(self._communicator, self._rank, one)
 
 
 class _Options:
-    """What torch asks of a backend's options: anything, and it is forgotten."""
+    """torch's backend options: accept anything, ignore it."""
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
@@ -126,18 +126,18 @@ class _Options:
 
 
 class _Backend:
-    """What torch finds behind a group where it asks what its backend can do: nothing beyond messages and calls."""
+    """The backend object behind a group, for torch's capability queries: only messages and calls."""
 
     supports_coalescing = False
     supports_splitting = False
     supports_time_estimate = False
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # torch's stubs have overloads for each, of which it calls one
+_ProcessGroup: Any = dist.ProcessGroup  # torch's stubs have overloads, and it calls one each
 
 
 class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """Takes the place of every backend's group. Messages come through functions in place of ProcessGroup's own."""
+    """Replaces every backend's group. Messages come through functions in place of ProcessGroup's own."""
 
     Options = _Options
     on_host: ClassVar[bool] = False
@@ -150,16 +150,16 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self.options = SimpleNamespace()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name}>"  # torch tells it to users, and one run is to be as another
+        return f"<{type(self).__name__} {self._name}>"  # torch shows it to users, and runs should be equal
 
-    def agreed(self) -> "SimulatedGroup":
-        """The same. Raises the race where one who has come to it made it of other ranks."""
-        with suppress(KeyError):  # it is still being made
+    def require_agreement(self) -> "SimulatedGroup":
+        """Return this group. Raises the race if another rank made it from different ranks."""
+        with suppress(KeyError):  # still under construction
             self.bare.agree(dist.get_process_group_ranks(self))
         return self
 
     def _call(self, *given: Any) -> SimulatedWork:
-        return self.agreed().bare.call(*given)
+        return self.require_agreement().bare.call(*given)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -167,7 +167,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """What torch.distributed calls it."""
+        """The group's name in torch.distributed."""
         return self._name
 
     def _get_backend(self, device: torch.device) -> _Backend:
@@ -177,7 +177,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = name
 
     def get_group_store(self) -> Store:
-        """Where its ranks met."""
+        """Return the store of its ranks' rendezvous."""
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
@@ -186,31 +186,31 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """Reduce each tensor in place."""
         operation = _operation(opts)
-        told = f"{operation_name(operation)}, {_sizes(tensors)}"
-        return self._call("all_reduce", tensors, tensors, all_reduced(operation), told)
+        terms = f"{operation_name(operation)}, {_sizes(tensors)}"
+        return self._call("all_reduce", tensors, tensors, all_reduced(operation), terms)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         """Reduce each tensor in place, on one rank."""
-        meaning = reduced_to(opts.reduceOp, opts.rootRank)
-        told = f"{operation_name(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
-        return self._call("reduce", tensors, tensors if self.rank() == opts.rootRank else [], meaning, told)
+        meaning = reduce_to(opts.reduceOp, opts.rootRank)
+        terms = f"{operation_name(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
+        return self._call("reduce", tensors, tensors if self.rank() == opts.rootRank else [], meaning, terms)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
-        """Everybody gets the tensors of one rank."""
+        """Give all ranks one rank's tensors."""
         root = 0 if opts is None else opts.rootRank
         owns = self.rank() == root
-        given, due = (tensors, []) if owns else ([], tensors)
-        return self._call("broadcast", given, due, of_root(root), f"from {root}, {_sizes(tensors)}")
+        given, expected = (tensors, []) if owns else ([], tensors)
+        return self._call("broadcast", given, expected, of_root(root), f"from {root}, {_sizes(tensors)}")
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        """Everybody gets a list of everybody's tensors."""
-        due = [tensor for tensors in outputs for tensor in tensors]
-        return self._call("all_gather", inputs, due, gathered, _sizes(due))
+        """Give all ranks a list with every rank's tensors."""
+        expected = [tensor for tensors in outputs for tensor in tensors]
+        return self._call("all_gather", inputs, expected, gather, _sizes(expected))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
-        """Everybody gets everybody's tensors, one after the other in one tensor."""
+        """Give all ranks every rank's tensors, joined into one."""
         return self.all_gather_single_coalesced([output], [given], opts)
 
     _allgather_base = all_gather_single
@@ -218,31 +218,31 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SimulatedWork:
-        """So for several."""
-        return self._call("all_gather_into_tensor", inputs, outputs, gathered_into_one, _sizes(inputs))
+        """Gather several this way."""
+        return self._call("all_gather_into_tensor", inputs, outputs, gather_into_one, _sizes(inputs))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        """One rank gets a list of everybody's tensors."""
-        due = [tensor for tensors in outputs for tensor in tensors]
-        told = f"to {opts.rootRank}"  # sizes may differ, and the one rank alone knows them
-        return self._call("gather", inputs, due, gathered_by(opts.rootRank), told)
+        """Give one rank a list with every rank's tensors."""
+        expected = [tensor for tensors in outputs for tensor in tensors]
+        terms = f"to {opts.rootRank}"  # sizes may differ, and the one rank alone knows them
+        return self._call("gather", inputs, expected, gather_to(opts.rootRank), terms)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
-        """Everybody gets one of the tensors of one rank."""
+        """Give each rank one of the root's tensors."""
         given = [tensor for tensors in inputs for tensor in tensors]
-        told = f"from {opts.rootRank}"
-        return self._call("scatter", given, outputs, scattered_by(opts.rootRank), told)
+        terms = f"from {opts.rootRank}"
+        return self._call("scatter", given, outputs, scatter_from(opts.rootRank), terms)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
-        """Everybody gets its part of what everybody's tensors make together."""
+        """Give each rank its part of the reduction over all ranks."""
         given, operation = [tensor for tensors in inputs for tensor in tensors], _operation(opts)
-        told = f"{operation_name(operation)}, {_sizes(given)}"
-        return self._call("reduce_scatter", given, outputs, reduced_and_scattered(operation), told)
+        terms = f"{operation_name(operation)}, {_sizes(given)}"
+        return self._call("reduce_scatter", given, outputs, reduce_scatter(operation), terms)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
-        """So where all parts lie in one tensor."""
+        """Reduce and scatter with all parts in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -250,53 +250,53 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SimulatedWork:
-        """So for several."""
+        """Reduce and scatter several this way."""
         operation = _operation(opts)
-        told = f"{operation_name(operation)}, {_sizes(inputs)}"
-        return self._call("reduce_scatter_tensor", inputs, outputs, reduced_and_cut(operation), told)
+        terms = f"{operation_name(operation)}, {_sizes(inputs)}"
+        return self._call("reduce_scatter_tensor", inputs, outputs, reduce_and_cut(operation), terms)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        """Everybody gets a tensor of each rank."""
-        told = f"{len(inputs)} tensors"
-        return self._call("all_to_all", inputs, outputs, exchanged, told)
+        """Give each rank one tensor from every rank."""
+        terms = f"{len(inputs)} tensors"
+        return self._call("all_to_all", inputs, outputs, exchange, terms)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> SimulatedWork:
-        """So where all lie in one tensor, of these lengths along the first dimension; none: of equal lengths."""
-        due, gives = _parts(output, output_sizes, self.size()), _parts(given, input_sizes, self.size())
-        return self._call("all_to_all_single", gives, due, exchanged)
+        """Exchange parts of one tensor, with these lengths along the first dimension; without any, equal lengths."""
+        expected, gives = _parts(output, output_sizes, self.size()), _parts(given, input_sizes, self.size())
+        return self._call("all_to_all_single", gives, expected, exchange)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        """All have come."""
+        """Wait for all ranks."""
         return self._call(BARRIER, [], [], nothing)
 
 
 class SimulatedGloo(SimulatedGroup):
-    """One of gloo's, also beside others."""
+    """A gloo group, possibly beside others."""
 
     on_host = True
 
 
-GROUPS = MappingProxyType({"ProcessGroupGloo": SimulatedGloo, "ProcessGroupNCCL": SimulatedGroup})  # as torch has them
+GROUPS = MappingProxyType({"ProcessGroupGloo": SimulatedGloo, "ProcessGroupNCCL": SimulatedGroup})  # torch's names
 
 
 def messages() -> dict[str, Any]:
-    """The functions in place of a process group's own: of every other group they do what those did."""
+    """Return replacements for a process group's functions; for other groups they call the originals."""
     return {name: _instead(name, vars(dist.ProcessGroup)[name]) for name in ("send", "recv", "recv_anysource")}
 
 
 def _instead(name: str, original: Any) -> Any:
-    def posted(group: dist.ProcessGroup, tensors: list[Tensor], *arguments: Any) -> Any:
+    def post(group: dist.ProcessGroup, tensors: list[Tensor], *arguments: Any) -> Any:
         if isinstance(group, SimulatedGroup):
-            return getattr(group.agreed().bare, name)(list(map(arrived, tensors)), *arguments)
+            return getattr(group.require_agreement().bare, name)(list(map(wait_for, tensors)), *arguments)
         return original(group, tensors, *arguments)
 
-    return posted
+    return post
 
 
 def _blocking() -> bool:
@@ -305,7 +305,7 @@ def _blocking() -> bool:
 
 
 def _dense(tensors: list[Tensor]) -> list[Tensor]:
-    """The same, where they can be sent. Raises what gloo raises."""
+    """Return dense tensors. Raises gloo's errors."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise RuntimeError("input tensor has to be contiguous")
     return tensors
@@ -316,7 +316,7 @@ def _operation(opts: Any) -> Any:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> str:
-    """Types and numbers of elements: shapes are nothing to a transport."""
+    """Describe types and numbers of elements; a transport ignores shapes."""
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]" for tensor in tensors)
 
 
@@ -325,13 +325,13 @@ def _parts(tensor: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
 
 
 def _refuse(kind: type, known: set[str]) -> None:
-    """What a group has and the simulated world does not raises a sentence that names it."""
+    """Replace methods missing in the simulated world with ones that raise a clear error."""
     for name in known:
 
-        def refused(self: object, *arguments: object, _name: str = name, **named: object) -> None:
+        def refuse(self: object, *arguments: object, _name: str = name, **named: object) -> None:
             raise NotSimulated(f"ProcessGroup.{_name}")
 
-        setattr(kind, name, refused)
+        setattr(kind, name, refuse)
 
 
 _refuse(

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from pipeproof.core.observe.stack import own_stack
 from pipeproof.pipeline.transports import Queue, Rules
-from pipeproof.wings.simulated.buffers import HeldTensors, copies, described, fit, race
+from pipeproof.wings.simulated.buffers import HeldTensors, copies, describe, fit, race
 from pipeproof.wings.simulated.ends import Batch, End, Ends, Room, Way
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
 from pipeproof.wings.simulated.store import Communicator
-from pipeproof.wings.simulated.torch_inside import unwatched
+from pipeproof.wings.simulated.torch_inside import unwatch
 from pipeproof.wings.simulated.work import SimulatedWork, Works
 
 
 class Network:
     """Carries messages between the ranks of a run, each at a moment that the scheduler chooses.
 
-    room: how many bytes it keeps of what one rank sends to another, where messages keep their order.
+    room: bytes buffered between two ranks, for transports that keep messages in order.
     """
 
     def __init__(self, scheduler: Scheduler, rules: Rules, *, latency_s: float = 0.0, room: int = 0) -> None:
@@ -30,18 +30,18 @@ class Network:
         self._batches: dict[int, Batch] = {}
         self._ends: defaultdict[Way, Ends] = defaultdict(Ends)
         self._from_any: defaultdict[Way, deque[End]] = defaultdict(deque)
-        self._ended_s: defaultdict[Way, float] = defaultdict(float)  # of each queue, the last that has
+        self._ended_s: defaultdict[Way, float] = defaultdict(float)  # time of the last finished end, by queue
         self._queues: defaultdict[Way, deque[list[End]]] = defaultdict(deque)
-        self._unkept: defaultdict[Way, deque[End]] = defaultdict(deque)  # sends that have not left
-        self._unreceived: defaultdict[Way, deque[End]] = defaultdict(deque)  # where there is room: nor are received
+        self._unkept: defaultdict[Way, deque[End]] = defaultdict(deque)  # sends still here
+        self._unreceived: defaultdict[Way, deque[End]] = defaultdict(deque)  # with room: unreceived sends
 
     def batch(self, count: int) -> None:
-        """The next so many messages of the rank that has the turn are posted in one call."""
+        """Announce a batch: the running rank's next ``count`` messages come from one call."""
         self._batches[self.scheduler.running] = Batch(count)
 
-    @unwatched
+    @unwatch
     def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
-        """Post a send of the rank that has the turn."""
+        """Post a send by the running rank."""
         stack, given = own_stack(), [] if self.rules.buffered else tensors
         self.works.uses(tensors, stack)
         wait, on_stream = _waiting("a send to", communicator, peer), self.on_stream(communicator)
@@ -52,11 +52,11 @@ class Network:
         self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
         return work
 
-    @unwatched
+    @unwatch
     def receive(
         self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
     ) -> SimulatedWork:
-        """Post a receive of the rank that has the turn."""
+        """Post a receive by the running rank."""
         stack = own_stack()
         self.works.claims(tensors, stack)
         wait, on_stream = _waiting("a message from", communicator, peer), self.on_stream(communicator)
@@ -67,23 +67,23 @@ class Network:
         return work
 
     def on_stream(self, communicator: Communicator) -> bool:
-        """Whether devices wait for what is posted there, in their programs' place."""
+        """True if devices wait for messages here, instead of their programs."""
         return self.rules.on_stream and not communicator.on_host
 
     def reads(self, work: SimulatedWork) -> None:
-        """What moves now is what this work gave, once it had been posted."""
-        self.scheduler.history.needed(work.posted)
+        """Note that the current move uses a posted work's tensors."""
+        self.scheduler.history.note_need(work.posted)
         self.scheduler.touch(("buffer", work.name), changes=False)
 
     def leave(self, rank: int) -> None:
-        """A rank has returned. Raises the race that its works tell of: what it never waited for, for one.
+        """End a rank that has returned. Raises races of its works, such as a missing wait.
 
-        A send may be left alone where the transport keeps what is sent.
+        A send needs no wait on a transport that buffers it.
         """
         self.scheduler.tell_again()
         for work in self.works.pop(rank):
             work.check()
-            if not work.met and (work.due or not self.rules.keeps_sent):
+            if not work.met and (work.expected or not self.rules.keeps_sent):
                 said = f"rank {rank} returned and had never waited for {work.text}"
                 self.scheduler.tell(race("never-waited", rank, said, posted=work.stack))
 
@@ -130,7 +130,7 @@ class Network:
         return (end.communicator.number, end.rank, *(end.peer, end.sends)[: self.rules.queue - 1])
 
     def _match(self, end: End) -> None:
-        """Find the other end, where that has been posted."""
+        """Match this end with a posted one."""
         if end.peer is None:
             self._from_any[end.communicator.number, end.rank, end.tag].append(end)
             self._offer_to_any(end)
@@ -144,7 +144,7 @@ class Network:
         self._offer_to_any(end)
 
     def _offer_to_any(self, end: End) -> None:
-        """A receive from any rank gets what moves first: of each sender its first message may."""
+        """Offer a receive from any rank to each sender's first message."""
         receiver = end.peer if end.sends else end.rank
         inbox = (end.communicator.number, receiver, end.tag)
         if inbox not in self._from_any:
@@ -155,10 +155,10 @@ class Network:
                 self.scheduler.withdraw(send.work.name)
             if self._from_any[inbox]:
                 first = ends.sends[0]
-                self.scheduler.offer(first.work.name, unwatched(partial(self._arrive, inbox, ends, first)))
+                self.scheduler.offer(first.work.name, unwatch(partial(self._arrive, inbox, ends, first)))
 
     def _to(self, inbox: Way) -> list[Ends]:
-        """What senders have posted to an inbox, of each that has."""
+        """Return each sender's ends for an inbox."""
         return [ends for (one, _, *way), ends in self._ends.items() if (one, *way) == inbox and ends.sends]
 
     def _arrive(self, inbox: Way, ends: Ends, send: End) -> None:
@@ -179,7 +179,7 @@ class Network:
         self._offer(one)
 
     def _offer(self, end: End) -> None:
-        """Let a message happen as soon as both of its ends are the next of their queues."""
+        """Offer a message once both ends are first in their queues."""
         other = end.other
         if other is None or end.offered or other.offered or not (self._next(end) and self._next(other)):
             return
@@ -187,24 +187,24 @@ class Network:
         if self._room and self._unreceived[self._way(send)][0] is not send:
             return
         end.offered = other.offered = True
-        named = receive if send.kept else send  # what is kept has moved once
-        self.scheduler.offer(named.work.name, unwatched(partial(self._carry, send, receive)))
+        named = receive if send.kept else send  # a buffered message has moved once
+        self.scheduler.offer(named.work.name, unwatch(partial(self._carry, send, receive)))
 
     def _next(self, end: End) -> bool:
         way = self._queue(end)
         return end.kept or way is None or end in self._queues[way][0]
 
     def _keep(self, channel: Way) -> None:
-        """Let the first send of a channel that has not left end before its receive, if it is next and has room."""
+        """Buffer a channel's first remaining send, if its turn has come and room is left."""
         end = next(iter(self._unkept[channel]), None)
         if end is None or end.offered or not self._next(end) or not self._room.has(channel, end.size_bytes):
             return
         end.offered = True
-        self.scheduler.offer(end.work.name, unwatched(partial(self._kept, end)))
+        self.scheduler.offer(end.work.name, unwatch(partial(self._keep_message, end)))
 
-    def _kept(self, send: End) -> None:
+    def _keep_message(self, send: End) -> None:
         self.reads(send.work)
-        self.scheduler.history.needed(send.freed)
+        self.scheduler.history.note_need(send.freed)
         contents = copies(send.held.contents)
         self._end_by_room(send)
         send.held, send.kept, send.offered = HeldTensors(contents), True, False
@@ -213,13 +213,13 @@ class Network:
         self._offer(send)
 
     def _end_by_room(self, send: End) -> None:
-        """A send that can be kept ends when it is, also where its receive is there before a run comes to that."""
+        """End a buffered send at its buffering time, even if the run meets its receive first."""
         send.place = self._room.take(self._way(send), send.size_bytes)
         if self._room.holds(send.size_bytes):
             send.work.end(at_s=max(send.work.posted_s, send.freed_s, send.place.free_s))
 
     def _has_left(self, send: End) -> None:
-        """A send is kept, or has met its receive: the next one of its channel may be kept."""
+        """Mark a send as buffered or received: the channel's next may be buffered."""
         if send in self._unkept[channel := self._way(send)]:
             self._unkept[channel].remove(send)
             self._keep(channel)
@@ -228,7 +228,7 @@ class Network:
         if not send.kept:
             self.reads(send.work)
         for event in (receive.work.posted, send.work.moved, send.freed, receive.freed):
-            self.scheduler.history.needed(event)
+            self.scheduler.history.note_need(event)
         if fault := _mismatch(send, receive):
             found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
             send.work.error = receive.work.error = found
@@ -246,7 +246,7 @@ class Network:
             if not end.kept:
                 self._dequeue(end, end.work.done_s)
         if self._room:
-            self._received(self._way(send))
+            self._receive(self._way(send))
         if not send.kept:
             self._has_left(send)
             return
@@ -255,14 +255,14 @@ class Network:
             waiting.freed = self.scheduler.history.now
         self._keep(channel)
 
-    def _received(self, channel: Way) -> None:
-        """The first message of a channel has been: the next one's turn comes."""
+    def _receive(self, channel: Way) -> None:
+        """Finish a channel's first message, and turn to the next."""
         self._unreceived[channel].popleft()
         if self._unreceived[channel]:
             self._offer(self._unreceived[channel][0])
 
     def _arrival_s(self, send: End, receive: End) -> float:
-        """When a message is there: some time after both ends have come to it, or after the send, which keeps it."""
+        """Return a message's arrival time: a delay after both ends, or after a buffered send."""
         if send.work.over:
             return max(send.work.done_s + self.latency_s, receive.work.posted_s, receive.freed_s)
         return max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
@@ -284,15 +284,16 @@ class Network:
 
 
 def _mismatch(send: End, receive: End) -> str:
-    """What two ends that met disagree on; empty if nothing."""
-    sent, due = send.held.before, receive.held.before
-    if fit(sent, due):
+    """Describe how two matched ends differ; empty if equal."""
+    sent, expected = send.held.before, receive.held.before
+    if fit(sent, expected):
         return ""
-    return f"rank {send.work.rank} sent {described(sent)}, and rank {receive.work.rank} received it as {described(due)}"
+    received = f"rank {receive.work.rank} received it as {describe(expected)}"
+    return f"rank {send.work.rank} sent {describe(sent)}, and {received}"
 
 
 class _waiting:
-    """What waits for a message, told when somebody asks: by then the other rank may have come to the group."""
+    """Describes the wait for a message on demand, because the other rank may join the group meanwhile."""
 
     def __init__(self, what: str, communicator: Communicator, peer: int | None) -> None:
         self._what, self._communicator, self._peer = what, communicator, peer

@@ -1,4 +1,4 @@
-"""What a process has once and is each rank's own here: random numbers, settings, what belongs to a rank, packages."""
+"""Process-wide state, separate for each simulated rank: random numbers, settings, rank numbers, packages."""
 
 import random
 import sys
@@ -15,15 +15,15 @@ from pipeproof.core.observe.belongings import belongings, belongs_to_rank
 from pipeproof.wings.simulated.torch_inside import SWITCHES
 from pipeproof.worlds.settings import OF_A_PROCESS, Setting
 
-_NOBODYS = frozenset({*sys.stdlib_module_names, "__main__", "torch", "numpy"})  # not to be had twice in a process
-_PATCHED = ("torch", "numpy")  # of which packages replace functions
+_NOBODYS = frozenset({*sys.stdlib_module_names, "__main__", "torch", "numpy"})  # a process cannot have two
+_PATCHED = ("torch", "numpy")  # other packages patch these
 _CACHED = type(lru_cache(lambda: None))
 
 Attributes = dict[int, tuple[Any, dict[str, object]]]
 
 
 class SharedModule(RuntimeError):
-    """A module that ranks share has hold of what each of them is to have of its own."""
+    """A shared module refers to objects that should be separate for each rank."""
 
     def __init__(self, place: str, name: str, owned: str) -> None:
         super().__init__(
@@ -33,9 +33,9 @@ class SharedModule(RuntimeError):
 
 
 class OwnModules:
-    """Those of packages and modules by their names, and of whoever took something from them when he was imported.
+    """The named packages and modules, and modules that took something from them at import.
 
-    What they replace in torch, as they are imported, is each rank's own, too.
+    Their patches to torch are separate for each rank, too.
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
@@ -46,11 +46,11 @@ class OwnModules:
             self._known.clear()
 
     def here(self) -> dict[str, ModuleType]:
-        """Those that are imported now."""
-        return {name: module for name, module in sys.modules.items() if self._owned(name)} if self.roots else {}
+        """Return the imported modules."""
+        return {name: module for name, module in sys.modules.items() if self._is_owned(name)} if self.roots else {}
 
     def put(self, modules: dict[str, ModuleType]) -> None:
-        """Have these imported, and no others."""
+        """Import exactly these modules."""
         for name in self.here():
             del sys.modules[name]
         sys.modules.update(modules)
@@ -62,7 +62,7 @@ class OwnModules:
                     vars(holder).pop(leaf, None)
 
     def have_replaced(self, before: Attributes) -> None:
-        """What is theirs now in torch is each rank's own; a new rank has what was there ``before``."""
+        """Make their patches to torch separate; new ranks start with the attributes ``before``."""
         known = {(id(one.holder), one.name) for one in belongings()}
         for holder, _, name, _ in list(self._holders()) if self.roots else ():
             if (id(holder), name) in known:
@@ -72,7 +72,7 @@ class OwnModules:
             belongs_to_rank(holder, name, fresh=partial(_or, first))
 
     def check(self) -> None:
-        """Raise ``SharedModule`` where a module that all share has something of these."""
+        """Raise ``SharedModule`` if a shared module holds something from these."""
         own = {(id(one.holder), one.name) for one in belongings()}
         for holder, place, name, of in self._holders() if self.roots else ():
             if (id(holder), name) not in own:
@@ -80,22 +80,22 @@ class OwnModules:
 
     @cached_property
     def _in_others(self) -> list[tuple[str, str, str]]:
-        """Modules in packages that ranks share: these have them as attributes."""
+        """Return submodules, and the shared packages with them as attributes."""
         parts = [(name, *name.rpartition(".")[::2]) for name in self.roots]
-        return [one for one in parts if one[1] and not self._owned(one[1])]
+        return [one for one in parts if one[1] and not self._is_owned(one[1])]
 
     def _holders(self) -> Iterator[tuple[Any, str, str, str]]:
-        """Who has something of these: itself and its name; what it calls it, and of which of these that is.
+        """Yield holders of their objects: holder, its name, the attribute, and the module of origin.
 
-        A package has its own modules, which is not meant.
+        A package holds its own modules, which is fine.
         """
         for holder, place in _places():
-            for name, value in list(vars(holder).items()) if not self._owned(place) else ():
+            for name, value in list(vars(holder).items()) if not self._is_owned(place) else ():
                 of = _origin(value)
-                if self._owned(of) and of != f"{place}.{name}":
+                if self._is_owned(of) and of != f"{place}.{name}":
                     yield holder, place, name, of
 
-    def _owned(self, name: str) -> bool:
+    def _is_owned(self, name: str) -> bool:
         if name not in self._known:
             parents = name
             while parents and parents not in self.roots:
@@ -105,7 +105,7 @@ class OwnModules:
 
 
 def attributes() -> Attributes:
-    """What modules and classes of torch have now, by the id of each."""
+    """Return the current attributes of torch's modules and classes, by id."""
     return {id(one): (one, dict(vars(one))) for one, place in _places() if _is_patched(place)}
 
 
@@ -114,24 +114,24 @@ def _or(first: Any, value: Any) -> Any:
 
 
 def _places() -> Iterator[tuple[Any, str]]:
-    """All modules, and the classes of those that others patch."""
-    seen = set()
+    """Yield all modules, and classes that others patch."""
+    visited = set()
     everything: dict[str, Any] = dict(sys.modules)  # anybody may put anything there
     for place, module in everything.items():
         if not isinstance(module, ModuleType):
             continue
         yield module, place
         for name, value in list(vars(module).items()) if _is_patched(place) else ():
-            if isinstance(value, type) and id(value) not in seen and _is_patched(value.__module__):
-                seen.add(id(value))
+            if isinstance(value, type) and id(value) not in visited and _is_patched(value.__module__):
+                visited.add(id(value))
                 yield value, f"{place}.{name}"
 
 
 def _origin(value: object) -> str:
-    """The module of which a value is: itself, or where it or its class was written."""
+    """Return a value's module: itself, or the module that defines it or its class."""
     if isinstance(value, ModuleType):
         return value.__name__
-    if isinstance(value, FunctionType):  # whose __module__ may be copied from the one it wraps
+    if isinstance(value, FunctionType):  # a wrapper may copy __module__
         return str(value.__globals__.get("__name__", ""))
     found = getattr(value if isinstance(value, type | _CACHED) else type(value), "__module__", None)
     return found if isinstance(found, str) else ""
@@ -147,7 +147,7 @@ def _is_nobodys(holder: object, place: str) -> bool:
 
 
 _RANKS = ("pipeproof.own.", "pipeproof.wings.specimens.")  # of ours, what plays a user's part
-_numpys: Any = np.random  # its stubs leave out what sets its generator
+_numpys: Any = np.random  # stubs lack the generator's setter
 _VALUES: tuple[Setting, ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
@@ -164,7 +164,7 @@ belongs_to_rank(warnings, "showwarning", "_showwarnmsg_impl", fresh=lambda shown
 
 
 class OwnState:
-    """One rank's, or the process's own before and after a run."""
+    """One rank's state, or the process's own before and after a run."""
 
     def __init__(self, own: OwnModules, values: list[Any], belonging: list[Any]) -> None:
         self._own = own
@@ -176,19 +176,19 @@ class OwnState:
 
     @staticmethod
     def now(own: OwnModules) -> "OwnState":
-        """As it is in this process."""
+        """Return the current state of this process."""
         found = OwnState(own, [get() for get, _ in _VALUES], [one.value for one in belongings()])
         found._modules = own.here()
         return found
 
     @staticmethod
     def fresh(rank: int, own: OwnModules) -> "OwnState":
-        """As a process has it that has just started. What others draw from the system is seeded."""
+        """Return the state of a new process. Entropy from the system is seeded."""
         values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
         return OwnState(own, values, [one.fresh(one.value) for one in belongings()])
 
     def take(self) -> None:
-        """Put all of it in its place."""
+        """Install this state."""
         self._own.put(self._modules)
         for (_, put), value in zip(_VALUES, self._values, strict=True):
             put(value)
@@ -199,13 +199,13 @@ class OwnState:
             torch.set_default_dtype(self._dtype)
         known = belongings()
         for one, value in zip(known, self._belonging, strict=False):
-            if one.within[one.name] is not value:  # few are another rank's own: as cheap as can be
+            if one.within[one.name] is not value:  # most are equal, so this saves time
                 one.put(value)
         for one in known[len(self._belonging) :]:  # named since, by what another rank has imported
             one.put(one.fresh(one.first))
 
     def leave(self) -> None:
-        """Keep all of it as it is now."""
+        """Save the current state."""
         self._modules = self._own.here()
         self._values = [get() for get, _ in _VALUES]
         self._switches = [get() for get, _ in _SWITCHES]

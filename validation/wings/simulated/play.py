@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from pipeproof.core.observe.belongings import shared_process
+from pipeproof.core.observe.belongings import share_process
 from pipeproof.core.observe.posted_messages import progress
 from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline.transports import RULES
@@ -23,18 +23,18 @@ from pipeproof.wings.simulated.engine.clock import Clock, goes_by, virtual_time
 from pipeproof.wings.simulated.engine.events import History
 from pipeproof.wings.simulated.engine.exploration import Course
 from pipeproof.wings.simulated.engine.guide import Guide, Guided
-from pipeproof.wings.simulated.engine.scheduler import WHOLE, NotSimulated, Scheduler, Seat, held_up
+from pipeproof.wings.simulated.engine.scheduler import WHOLE, NotSimulated, Scheduler, Seat, wait_for_end
 from pipeproof.wings.simulated.engine.simulation import Manner
 from pipeproof.wings.simulated.group import GROUPS, Bare, Net, messages
 from pipeproof.wings.simulated.network import Network
 from pipeproof.wings.simulated.own_state import OwnModules, OwnState, attributes
 from pipeproof.wings.simulated.store import SharedStore
 from pipeproof.wings.simulated.torch_inside import (
-    joined,
+    disable_autograd_threads,
+    join,
     one_profiler,
     standing_in,
-    unwatched,
-    without_autograd_threads,
+    unwatch,
 )
 from pipeproof.wings.simulated.uses import Uses
 from pipeproof.worlds.launcher import place_of
@@ -45,7 +45,7 @@ from pipeproof.worlds.worker import RankContext, attempt, obey, stack_text
 
 
 class Rank(Thread):
-    """``report`` is there once it has ended, unless it was made to give up."""
+    """A rank's thread; ``report`` is set at its end, unless it gave up."""
 
     def __init__(
         self, rank: int, ranks: int, part: Callable[[RankContext], object], store: Store, network: Network
@@ -61,17 +61,17 @@ class Rank(Thread):
         goes_by(scheduler.seats[self._rank].clock, scheduler.pause)
         scheduler.await_turn(self._rank)
         try:
-            with without_autograd_threads():
-                report = attempt(self._rank, self._joined)
+            with disable_autograd_threads():
+                report = attempt(self._rank, self._join)
         finally:
             if not scheduler.over:
                 self.report = replace(report, at_s=float(scheduler.ended))  # in the order of this run
             scheduler.finish()
 
-    def _joined(self) -> object:
+    def _join(self) -> object:
         __tracebackhide__ = True
         os.environ.update(place_of(self._rank, self._ranks, self._rank, self._ranks))
-        group = joined(self._network.rules.backend, self._rank, self._ranks, self._store)
+        group = join(self._network.rules.backend, self._rank, self._ranks, self._store)
         self._network.scheduler.history.joins(self._rank)
         with Uses(self._network, self._rank):
             try:
@@ -99,7 +99,7 @@ class RunOrder:
 
 @dataclass(frozen=True)
 class Played:
-    """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run.
+    """Every rank's report. ``sound``: no rank's thread is left, so this process can run again.
 
     ``course``: what happened, where that is noted. ``in_time``: no rank was out of the network when the bound came.
     ``may_end``: it is a hang, in which a device would wait in a program's place while another waits for no device.
@@ -113,17 +113,17 @@ class Played:
 
 
 def play(context: Any, order: RunOrder) -> Played:
-    """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
+    """Run ``order``; a job for a separate process. Restores the process afterwards."""
     del context
     before = attributes() if order.manner.own_modules else {}
-    with shared_process(), virtual_time():
-        with suppress(Exception):  # each rank meets it again, and says so
-            unpack_job(order.job)  # what it imports is there before anybody's state is noted
+    with share_process(), virtual_time():
+        with suppress(Exception):  # each rank meets and reports it again
+            unpack_job(order.job)  # imports come before the snapshot of state
         modules = OwnModules(order.manner.own_modules)
         modules.have_replaced(before)
         own = OwnState.now(modules)
         try:
-            return _SimulatedRun(order, modules).played(WHOLE * order.timeout_s)
+            return _SimulatedRun(order, modules).play(WHOLE * order.timeout_s)
         finally:
             own.take()
             Net.current = None
@@ -131,8 +131,8 @@ def play(context: Any, order: RunOrder) -> Played:
                 gc.collect()  # what ends with an engine may import, and must not do so amid the next run's imports
 
 
-def _checked(modules: OwnModules, order: bytes, context: RankContext) -> object:
-    """A rank's part of a packed job. Raises where what it has imported on its way is shared and should not be."""
+def _check(modules: OwnModules, order: bytes, context: RankContext) -> object:
+    """Run a rank's part of a packed job. Raises if it imported modules that must not be shared."""
     __tracebackhide__ = True
     result = obey(order, context)
     modules.check()
@@ -140,16 +140,16 @@ def _checked(modules: OwnModules, order: bytes, context: RankContext) -> object:
 
 
 class _SimulatedRun:
-    """A run from its first turn to its last."""
+    """A run, first turn to last."""
 
     def __init__(self, order: RunOrder, modules: OwnModules) -> None:
         self._order, self._modules = order, modules
-        self._told: dict[int, _WaitingRank] = {}
+        self._places: dict[int, _WaitingRank] = {}
         self._may_end = False
         self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
         self._history = History(kept=order.manner.noted or isinstance(order.manner.interleaving, Guide))
         adversary = self._adversary = _adversary(order, self._history)
-        self._scheduler = Scheduler(self._seats, adversary, stuck=unwatched(self._note_stuck), history=self._history)
+        self._scheduler = Scheduler(self._seats, adversary, stuck=unwatch(self._note_stuck), history=self._history)
         self._network = Network(
             self._scheduler,
             RULES[order.manner.transport],
@@ -158,19 +158,19 @@ class _SimulatedRun:
         )
         Net.current = Net(self._network)
 
-    def played(self, whole_s: float) -> Played:
+    def play(self, whole_s: float) -> Played:
         NotSimulated.refusals.clear()
         order, store, network = self._order, SharedStore(self._scheduler), self._network
         with ExitStack() as opened:
             opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
             opened.enter_context(one_profiler(_refuse_profiler))
-            job = partial(_checked, self._modules, order.job)
+            job = partial(_check, self._modules, order.job)
             threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):
                 seat.state, seat.thread = OwnState.fresh(seat.rank, self._modules), thread
                 thread.start()
             self._scheduler.begin()
-            if held := held_up(self._scheduler, timeout_s=order.timeout_s, whole_s=whole_s):
+            if held := wait_for_end(self._scheduler, timeout_s=order.timeout_s, whole_s=whole_s):
                 over = self._scheduler.over
                 if not over:
                     self._note_late()
@@ -189,28 +189,28 @@ class _SimulatedRun:
         return Course(events[: by.redundant], redundant=by.redundant is not None, astray=by.astray is not None)
 
     def _note_stuck(self) -> None:
-        """Where every rank is, and what it waits for: once they give up, nobody can tell. No rank is running."""
+        """Record every rank's position and wait before they give up. No rank is running."""
         waiting = [seat for seat in self._seats if seat.wait is not None]
         self._may_end = any(one.for_device for one in waiting) and not all(one.by_device for one in waiting)
         for seat in self._seats:
             if not seat.ended:
-                seat.state.take()  # what a rank knows of itself it says as a rank does that has a process
-                self._told[seat.rank] = _WaitingRank.of(seat, current(), progress())
+                seat.state.take()  # with its own state it describes itself like a real rank
+                self._places[seat.rank] = _WaitingRank.of(seat, current(), progress())
         self._seats[self._scheduler.running].state.take()
 
     def _note_late(self) -> None:
-        """The same while one rank goes on, whose state nobody may touch."""
+        """Record the same while one rank, whose state is out of reach, goes on."""
         for seat in self._seats:
             if not seat.ended:
-                self._told[seat.rank] = _WaitingRank.of(seat, None, "")
+                self._places[seat.rank] = _WaitingRank.of(seat, None, "")
 
     def _reports(self, held: str = "") -> tuple[RankReport, ...]:
-        """How each rank ended. ``held``: what is said of the one that has the turn and keeps it; the others stopped."""
+        """Report how each rank ended. ``held``: the message about a rank that keeps the turn; the others stopped."""
         threads = [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
         failed = any(one.report is not None and one.report.failed for one in threads)
         reports = []
         for rank, thread in enumerate(threads):
-            place = self._told.get(rank, _WaitingRank())
+            place = self._places.get(rank, _WaitingRank())
             ended, said = Ending.STUCK, held or f"can never go on{place.line}"
             if (held and rank != self._scheduler.running) or (failed and not held):
                 ended, said = Ending.STOPPED, ""
@@ -219,13 +219,13 @@ class _SimulatedRun:
 
 
 def _as_refused(reports: Sequence[RankReport], threads: Sequence[Rank]) -> tuple[RankReport, ...]:
-    """``reports``; once something was refused that is what became of the run, whoever caught it or waits for it."""
+    """Return ``reports``, or the refusal for all ranks if a feature was refused and perhaps caught."""
     if not NotSimulated.refusals or any(NotSimulated.__name__ in one.message for one in reports):
         return tuple(reports)
-    thread, told = NotSimulated.refusals[0]
+    thread, refusal = NotSimulated.refusals[0]
     rank = next((number for number, one in enumerate(threads) if one is thread), 0)
     found = [replace(one, ending=Ending.STOPPED) if one.ending is Ending.STUCK else one for one in reports]
-    refused = f"{NotSimulated.__name__}: {told}"
+    refused = f"{NotSimulated.__name__}: {refusal}"
     found[rank] = replace(found[rank], ending=Ending.RAISED, message=refused, at_s=-1.0, payload=b"")
     return tuple(found)
 
@@ -242,7 +242,7 @@ def _adversary(order: RunOrder, history: History) -> Adversary:
 
 @dataclass(frozen=True)
 class _WaitingRank:
-    """Where a rank is that has not ended: its stack, the user's own line, and what it waits for, from whom."""
+    """Position of an unfinished rank: its stack, the user's line, its wait, and for whom."""
 
     waiting: str | None = None
     peers: tuple[int, ...] | None = None
@@ -252,7 +252,7 @@ class _WaitingRank:
 
     @staticmethod
     def of(seat: Seat, note: str | None, done: str) -> "_WaitingRank":
-        """``note``: what its runtime says that it waits for; ``done``: how far it has come."""
+        """Describe a rank. ``note``: its runtime's note about the wait. ``done``: its progress."""
         frame = seat.frame
         if frame is None:
             return _WaitingRank()
@@ -265,10 +265,10 @@ class _WaitingRank:
         return _WaitingRank(note or wait.text, wait.peers, stack, line, done)
 
     def report(self, rank: int, ending: Ending, message: str) -> RankReport:
-        """How the rank's part ended here."""
+        """Report the rank's end at this position."""
         return RankReport(rank, ending, message, self.stack, self.waiting, peers=self.peers, progress=self.progress)
 
 
 def _is_ours(file: str) -> bool:
-    """Whether it is of this world, or of what calls its ``Reads``: no news for who looks for a line of theirs."""
+    """True for files of this world or its callers, which tell users nothing."""
     return Path(__file__).parent in Path(file).parents or Path(file).parts[-2:] == ("torch", "overrides.py")

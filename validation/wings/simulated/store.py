@@ -1,4 +1,4 @@
-"""The store through which ranks meet, and whom they meet there: who asks for what is not there waits for its turn."""
+"""The rendezvous store of ranks, and their communicators; a rank that needs a missing key waits for its turn."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 from pipeproof.core.observe.stack import Stack, own_stack
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
 
-MEETING = "communicator"  # the key under which the first to come leaves its number, which nobody else sees
+MEETING = "communicator"  # the key under which the first to come leaves its number, hidden from user code
 _Key = bytes | str
 
 
 class SharedStore(Store):
-    """Values by their keys, of one run. Every call is an event that a seed may order."""
+    """Values by key, for one run. A seed may order every call, each an event."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
@@ -26,18 +26,18 @@ class SharedStore(Store):
         self._made: dict[str, int] = {}  # the event that did
 
     def set(self, key: str, value: _Key) -> None:
-        """Put it there, in place of what was there."""
+        """Set a value, replacing the old."""
         self._scheduler.pause()
         self._put(key, value)
 
     def get(self, key: str) -> bytes:
-        """What is there, once something is."""
+        """Return a value, waiting until it exists."""
         self.wait([key])
         self._look_again(key)
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 where there is none."""
+        """Add to a number, initially 0."""
         self._scheduler.pause()
         if not amount:
             self._look_again(key)
@@ -47,65 +47,65 @@ class SharedStore(Store):
         return number
 
     def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
-        """Put ``desired`` there if that is what is expected, or if nothing is; what is there then."""
+        """Set ``desired`` if the value is ``expected``, or absent; return the value afterwards."""
         if _is_ours(key):
-            return self._compared(key, expected, desired)
+            return self._compare_set(key, expected, desired)
         self._scheduler.pause()
         if not self._is(key, expected):
             self._look_again(key)
-        return self._compared(key, expected, desired)
+        return self._compare_set(key, expected, desired)
 
     def append(self, key: str, value: _Key) -> None:
-        """Put it behind what is there."""
+        """Append to a value."""
         self._scheduler.pause()
         self._put(key, self._values.get(key, b"") + _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
+        """True if all keys exist."""
         self._scheduler.pause()
         return self._scheduler.ask(("key", keys[-1]), lambda: all(key in self._values for key in keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all are there. Time is not real: what never comes is a deadlock."""
+        """Wait for all keys. Time is simulated: a key that never comes is a deadlock."""
         self._scheduler.pause()
         while missing := [key for key in keys if key not in self._values]:
             self._waiting[self._scheduler.running] = missing
             self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}"))
         for key in keys:
-            self._scheduler.history.needed(self._made[key])
+            self._scheduler.history.note_need(self._made[key])
             self._touch(key, changes=False)
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there: now it is not."""
+        """Delete a key; true if it existed."""
         self._scheduler.pause()
         self._touch(key, changes=True)
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Return the number of keys."""
         self._scheduler.pause()
         return len(self._values)
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # torch's names
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """What is under each, once something is."""
+        """Return each key's value, waiting until it exists."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[_Key]) -> None:
-        """Put each there."""
+        """Set each value."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether it has all of this."""
+        """True: the store has the extended calls."""
         return True
 
     def _is(self, key: str, expected: _Key) -> bool:
         there = self._values.get(key)
         return there == _bytes(expected) or (there is None and not expected)
 
-    def _compared(self, key: str, expected: _Key, desired: _Key) -> bytes:
+    def _compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
         if self._is(key, expected):
             self._put(key, desired)
         return self._values.get(key, _bytes(expected))
@@ -119,7 +119,7 @@ class SharedStore(Store):
             self._scheduler.wake(rank)
 
     def _look_again(self, key: str) -> None:
-        """Who reads the same key again and again waits for what others put there, as who asks whether it is there."""
+        """Suspend a rank that reads the same key repeatedly, until another changes it."""
         before = self._values.get(key)
         self._scheduler.ask(("key", key), lambda: self._values.get(key) != before)
 
@@ -129,7 +129,7 @@ class SharedStore(Store):
 
 
 def _is_ours(key: str) -> bool:
-    """Whether nobody but a communicator asks for it: of that there are no events."""
+    """True for keys used by communicators alone, which cause no events."""
     return key.endswith(MEETING)
 
 
@@ -139,9 +139,9 @@ def _bytes(value: Any) -> bytes:
 
 @dataclass(eq=False)
 class Communicator:
-    """One that ranks have in common. ``members``: each rank's number in the world, by that in here, once it is in.
+    """A communicator of several ranks. ``members``: each arrived rank's world number, by its number here.
 
-    ``made``: where each of these made its group. ``on_host``: programs wait there, and no device for them.
+    ``made``: the place where each made its group. ``on_host``: programs wait, not devices.
     """
 
     number: int
@@ -152,19 +152,19 @@ class Communicator:
     calls: Counter[int] = field(default_factory=Counter)  # of collectives, by the rank's number in here
 
     def global_rank(self, rank: int) -> int | None:
-        """What rank of the world has this number here; None where it has not come yet."""
+        """Return the world rank with this number; None before it arrives."""
         return self.members.get(rank)
 
 
 class Communicators:
-    """All of a run of so many ranks. Those who come with one store have one communicator."""
+    """All communicators of a run. Ranks with one store share one communicator."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._all: list[Communicator] = []
 
     def join(self, store: Store, rank: int, size: int, *, world_rank: int, on_host: bool) -> Communicator:
-        """The communicator of ``store``, in which the rank of the world that comes has the number ``rank``."""
+        """Join the communicator of ``store`` as number ``rank``."""
         made = Communicator(len(self._all), size, on_host)
         number = int(store.compare_set(MEETING, "", str(made.number)).decode())
         if number == made.number:

@@ -1,7 +1,7 @@
-"""The private names of torch on which the simulated world rests, all of them, and nothing else.
+"""All private names of torch behind the simulated world.
 
-Tested with torch 2.13, the oldest that they are for, and 2.14. Each is said once what it is for, so that another torch
-can be told what is missing.
+Tested with torch 2.13, the oldest supported, and 2.14. Each has one stated purpose, so that an error with another torch
+names the missing part.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from pipeproof.core.observe import posted_messages
 from pipeproof.core.observe.belongings import belongs_to_rank, once_imported
 from pipeproof.pipeline import waiting
 
-_NAMES = {  # of torch.distributed's own record of groups
+_NAMES = {  # fields in torch.distributed's record of groups
     "default_pg": None,
     "group_count": 0,
     **{name: dict for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")},
@@ -41,12 +41,12 @@ _NAMES = {  # of torch.distributed's own record of groups
 _HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
 _OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
-_LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
-_TOLD = "_get_distributed_info"  # in a profile, such as NCCL's version
+_LOGGED = "_get_msg_dict"  # facts about a call that raised, such as NCCL's version, which may be absent
+_PROFILED = "_get_distributed_info"  # in a profile, such as NCCL's version
 _RECORDS = "_maybe_attach_flight_recorder"  # since torch 2.15, of what a backend in C++ does
 _GLOO, _NCCL = "ProcessGroupGloo", "ProcessGroupNCCL"
 _BEGIN, _END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
-SWITCHES = [  # of attention: what asks for it, and what sets it
+SWITCHES = [  # of attention: getter and setter
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for name in ("flash", "mem_efficient", "math", "cudnn")
 ]
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def _world(before: Any) -> SimpleNamespace:
-    """A rank's own record of its groups."""
+    """Return a rank's own record of its groups."""
     return SimpleNamespace(**{name: make() if callable(make) else make for name, make in _NAMES.items()})
 
 
@@ -78,12 +78,12 @@ belongs_to_rank(
 
 
 _numbers = itertools.count()
-_number = next(_numbers)  # of the rank that has the turn, among those of all runs
+_number = next(_numbers)  # number of the running rank, unique over runs
 belongs_to_rank(__name__, "_number", fresh=lambda _: next(_numbers))
 
 
 def _dtensors() -> None:
-    """What DTensor keeps for a process."""
+    """Separate DTensor's process-wide state for each rank."""
     from torch.distributed.tensor import DTensor, _random
     from torch.distributed.tensor._dispatch import OpDispatcher
 
@@ -96,29 +96,29 @@ once_imported("torch.distributed.tensor", _dtensors)
 
 
 def _mesh_of_a_rank(make: Callable[..., None]) -> Callable[..., None]:
-    """A mesh knows its rank's place. Meshes of two ranks are not equal, or one would be taken for the other."""
+    """Keep a rank's place in meshes. Meshes of two ranks must differ, or one would replace the other."""
 
-    def made(mesh: Any, *given: Any, **named: Any) -> None:
+    def note_mesh(mesh: Any, *given: Any, **named: Any) -> None:
         make(mesh, *given, **named)
         mesh._thread_id = _number
 
-    return made
+    return note_mesh
 
 
 @contextmanager
 def standing_in(
     groups: Mapping[str, type], bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]
 ) -> Iterator[None]:
-    """While this is open, every group that torch makes is one of ``groups``, by what it is in torch.
+    """Replace every group that torch makes by one of ``groups``, by torch's name for it, while open.
 
-    ``bare``: what users get who make a gloo group without torch.distributed. ``messages``: functions in place of a
-    process group's own, by name. ``batch`` is told how many messages come in one call, before they come. Groups are
-    registered for each thread apart.
+    ``bare``: the class for gloo groups made without torch.distributed. ``messages``: replacements for a process group's
+    functions, by name. ``batch`` gets the number of messages in a batched call beforehand. Groups are registered for
+    each thread separately.
     """
     changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
     kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
     kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
-    kept += [(profiler._KinetoProfile, _TOLD, vars(profiler._KinetoProfile)[_TOLD])]
+    kept += [(profiler._KinetoProfile, _PROFILED, vars(profiler._KinetoProfile)[_PROFILED])]
     mesh: Any = device_mesh.DeviceMesh
     kept += [(mesh, "__init__", mesh.__init__)]
     kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
@@ -129,14 +129,14 @@ def standing_in(
     plugins |= _making(groups, known)
     checked = getattr(c10d, _BATCH)
 
-    def noted(operations: list[Any]) -> None:
+    def note_operations(operations: list[Any]) -> None:
         checked(operations)
         batch(len(operations))
 
-    setattr(c10d, _BATCH, noted)
+    setattr(c10d, _BATCH, note_operations)
     mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
     c10d.is_nccl_available = lambda: True
-    setattr(profiler._KinetoProfile, _TOLD, lambda _: None)
+    setattr(profiler._KinetoProfile, _PROFILED, lambda _: None)
     setattr(c10d, _RECORDS, lambda *_, **__: None)
     c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
     setattr(dist, _GLOO, bare)
@@ -161,7 +161,7 @@ def standing_in(
 
 @contextmanager
 def one_profiler(refuse: Callable[[], NoReturn]) -> Iterator[None]:
-    """While this is open, ``refuse`` is called where a profiler begins beside another thread's: torch would crash."""
+    """While open, call ``refuse`` when a second thread starts a profiler, which would crash torch."""
     kept = {name: vars(profilers)[name] for name in (*_BEGIN, _END)}
     owner: list[Thread] = []
 
@@ -186,14 +186,14 @@ def one_profiler(refuse: Callable[[], NoReturn]) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """What DTensor remembers of meshes of a run, it keeps with all that the run had."""
+    """Clear DTensor's cache of meshes, which keeps all of a run's objects."""
     remembered = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_gen_transform_infos", None)
     if remembered is not None:
         remembered.cache_clear()
 
 
 def _making(groups: Mapping[str, type], known: dict[str, Any]) -> dict[str, Any]:
-    """What makes a group of each backend since torch 2.15, where a plugin does that of torch's own as well."""
+    """Return group factories by backend, for torch 2.15 on, where plugins make torch's own groups too."""
     if "GLOO" not in known:
         return {}
 
@@ -205,40 +205,40 @@ def _making(groups: Mapping[str, type], known: dict[str, Any]) -> dict[str, Any]
     return {"GLOO": plugin(_GLOO), "NCCL": plugin(_NCCL)}
 
 
-def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
-    """The group of all ranks, made in a rank's own thread."""
+def join(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
+    """Create the group of all ranks in a rank's own thread."""
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None, "init_process_group returned without a default group"
     return group
 
 
-def without_autograd_threads() -> Any:
-    """Backward runs in the thread that calls it, which is its rank's."""
+def disable_autograd_threads() -> Any:
+    """Run backward in the calling thread, its rank's."""
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def unwatched(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, of whose calls of torch no mode is told."""
+def unwatch(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function`` with torch's function modes disabled."""
     off: Any = torch._C.DisableTorchFunction
 
     @wraps(function)
-    def alone(*arguments: P.args, **named: P.kwargs) -> T:
+    def run_unwatched(*arguments: P.args, **named: P.kwargs) -> T:
         with off():
             return function(*arguments, **named)
 
-    return alone
+    return run_unwatched
 
 
-def arrived(tensor: Tensor) -> Tensor:
-    """``tensor``; of one that a functional collective still brings, what it brings, which is waited for."""
+def wait_for(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` after waiting for a functional collective behind it."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]  # in torch
     return tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether it lies anywhere itself: a wrapper around other tensors has a storage without an address."""
+    """True if a tensor has its own memory: a wrapper's storage lacks an address."""
     try:
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() is not None
     except (RuntimeError, NotImplementedError):
@@ -246,7 +246,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def places_of(tensor: Tensor) -> tuple[int, ...]:
-    """Two numbers by which to tell what this may be, or share memory with: the object's, and where its memory is."""
+    """Return two keys for identity or shared memory: the object's id, and the memory's address."""
     return (id(tensor), place) if (place := tensor.untyped_storage().data_ptr()) else (id(tensor),)
 
 
@@ -254,7 +254,7 @@ _Weak: Any = StorageWeakRef
 
 
 class Memory:
-    """Where a tensor lies, which does not keep that there."""
+    """A tensor's location in memory, without a reference to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -266,7 +266,7 @@ class Memory:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor as it was; None where that memory is gone, or has moved."""
+        """Return the original tensor; None if its memory was freed or moved."""
         kind: Any = torch.UntypedStorage
         storage = None if self._storage.expired() else kind._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.data_ptr() != self._place or storage.nbytes() < self._bytes:

@@ -1,6 +1,6 @@
-"""Who uses a buffer that is on its way: what a rank calls is asked for what it takes and gives.
+"""Uses of buffers in flight: a rank's calls are checked by their inputs and outputs.
 
-By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
+It watches functions and not operators, because a mode on operators changes autograd's saved tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.core.observe.stack import own_stack
-from pipeproof.wings.simulated.buffers import Version, overlap, versions, within
+from pipeproof.wings.simulated.buffers import Version, is_within, overlap, versions
 from pipeproof.wings.simulated.network import Network
 from pipeproof.wings.simulated.torch_inside import has_memory, places_of
 from pipeproof.wings.simulated.work import SimulatedWork, read_early
@@ -23,17 +23,17 @@ _READ = frozenset(
     "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__ __array__ "
     "__format__ __setitem__".split()
 )
-_GIVE_NOTHING = ("_fused_", "_amp_foreach_")  # and read what they take; names begin so
+_GIVE_NOTHING = ("_fused_", "_amp_foreach_")  # prefixes of names; these read their inputs
 _NESTS = (tuple, list)
 _NONE: Mapping[str, object] = {}
 Works = Sequence[SimulatedWork]
 
 
 class Uses(TorchFunctionMode):
-    """While it is open, the functions that one rank's thread calls may not use what has not come yet.
+    """Forbid functions in one rank's thread to use buffers in flight, while open.
 
-    A read is what makes another tensor of the buffer, or a number. A view is none, nor what only asks for a shape.
-    What writes into what is on its way, or frees it, is kept for who finds that it is a race.
+    A read makes another tensor or a number from the buffer; a view, or a query of its shape, is none. Writes to a
+    buffer in flight, and frees, are recorded for the later race.
     """
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -45,31 +45,31 @@ class Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        concerned = self._concerned(func, args, named)
-        return self._watched(concerned, func, args, named) if concerned else func(*args, **named)
+        concerned = self._works_of(func, args, named)
+        return self._watch(concerned, func, args, named) if concerned else func(*args, **named)
 
-    def _concerned(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Works:
-        """What has not been waited for and lies where arguments do. Most calls concern nothing, so they come first."""
+    def _works_of(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Works:
+        """Return unfinished works on arguments' memory. Most calls concern none, so this check comes first."""
         if _name(func) == "__get__" or not (unmet := self._network.works.unmet(self._rank)):
             return ()
         places = {place for tensor in tensors_in(args, named) for place in places_of(tensor)}
         return [work for work in unmet if not places.isdisjoint(work.places)]
 
-    def _watched(self, concerned: Works, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What it gives, which takes what is on its way. Who wrote there is known if nobody had before."""
+    def _watch(self, concerned: Works, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Call a function on buffers in flight; record the first writer."""
         name, taken = _name(func), tensors_in(args, named)
         used = _used(name, args, named)
-        before = [(work, versions(work.due), work.disturbed) for work in concerned]
+        before = [(work, versions(work.expected), work.disturbed) for work in concerned]
         result = func(*args, **named)
         unmet = [one for one in before if not one[0].met]
-        for work in [one for one, *_ in unmet if one.due]:
+        for work in [one for one, *_ in unmet if one.expected]:
             for tensor in used:
-                if any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
+                if any(overlap(tensor, one) for one in work.expected) and _is_read(name, result, tensor):
                     self._network.scheduler.tell(read_early(work, own_stack()))
         for work, then, disturbed in unmet:
-            work.rewritten |= _rewrites(taken, work.due, then)
+            work.rewritten |= _rewrites(taken, work.expected, then)
             if not disturbed and work.disturbed:
-                work.written_by(own_stack())
+                work.note_write(own_stack())
         return result
 
 
@@ -78,7 +78,7 @@ def _name(func: Any) -> str:
 
 
 def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a function may read: of some that it takes it asks only for a shape or a type."""
+    """Return the tensors that a function may read: for some arguments it needs only shape or type."""
     if name in _ONLY_ASK:
         return []
     if name.rstrip("_").endswith("_as"):
@@ -90,14 +90,14 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Tens
     return tensors_in(args, named)
 
 
-def _rewrites(taken: Sequence[Tensor], due: Sequence[Tensor], before: Sequence[Version]) -> bool:
-    """Whether a function that has read none of it has written there. One that gave it another shape wrote nothing.
+def _rewrites(taken: Sequence[Tensor], expected: Sequence[Tensor], before: Sequence[Version]) -> bool:
+    """True if a function wrote to an unread receive buffer; a new shape alone is no write.
 
-    Of a tensor that is more than what is due another part may have been written.
+    A write to a larger tensor may concern another part.
     """
-    pairs = zip(due, before, versions(due), strict=True)
+    pairs = zip(expected, before, versions(expected), strict=True)
     changed = [one for one, then, now in pairs if now[0] != then[0] and now[1:] == then[1:]]
-    return any(within(other, one) for one in changed for other in taken)
+    return any(is_within(other, one) for one in changed for other in taken)
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:
@@ -106,7 +106,7 @@ def _is_read(name: str, result: object, tensor: Tensor) -> bool:
 
 
 def tensors_in(values: Sequence[object], named: Mapping[str, object] = _NONE) -> list[Tensor]:
-    """Those in nests of tuples and lists, with memory to speak of; of a DTensor and its like, what it consists of."""
+    """Return tensors with memory in nested tuples and lists; for DTensors and the like, their parts."""
     found: list[Tensor] = []
     for value in (*values, *named.values()) if named else values:
         if is_traceable_wrapper_subclass(value):

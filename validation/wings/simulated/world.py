@@ -1,4 +1,4 @@
-"""A world of simulated ranks: one process for all of them, kept, so that nothing they do can hold up the caller."""
+"""A world of simulated ranks: one lasting process for all, so that a hang cannot stop the caller."""
 
 import sys
 from bisect import bisect_left
@@ -8,8 +8,8 @@ from dataclasses import replace
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
-from pipeproof.wings.simulated.engine.exploration import Course, Exploration, told
-from pipeproof.wings.simulated.engine.guide import Guide, Preemption, parsed_interleaving, preemptions
+from pipeproof.wings.simulated.engine.exploration import Course, Exploration, describe_explorations
+from pipeproof.wings.simulated.engine.guide import Guide, Preemption, parse_interleaving, preemptions
 from pipeproof.wings.simulated.engine.scheduler import WHOLE
 from pipeproof.wings.simulated.engine.simulation import SLEEP_ALONE, Manner, Simulation, Timing
 from pipeproof.wings.simulated.play import Played, RunOrder, play
@@ -27,20 +27,19 @@ _MOST_ROOM = 1 << 40  # bytes: more than ranks of one process can send
 
 
 class SimulatedWorld(World):
-    """Ranks that are threads of one process, of which one runs at a time. Every run begins anew.
+    """Ranks as threads of one process, one running at a time. Every run begins anew.
 
-    ``seed`` decides who is next and when messages move, within what ``transport`` allows; the same seed gives the same
-    run. Both may be set anew between runs, and ``seeds``: under which of them who looks for races runs each case. With
-    ``most`` it runs all interleavings that differ, but no more than so many, and adds to ``explorations`` what is known
-    of them. ``noted``: keep the ``course`` of the next run. ``timing``: what takes time besides sleep, which takes none
-    of the machine's. ``room``: how many bytes of what one rank sends to another are kept until they are received, where
-    messages keep their order. Modules are shared by such ranks: what code keeps there is not one rank's, but for
-    packages that ``own_modules`` names.
+    ``seed``: decides turns and message moves within the rules of ``transport``; the same seed gives the same run. Both
+    may change between runs. ``seeds``: seeds for each case in a search for races. ``most``: run all distinct
+    interleavings, up to this number, and add the result to ``explorations``. ``noted``: keep the next run's ``course``.
+    ``timing``: sources of delay besides sleep, which takes no real time. ``room``: bytes buffered between two ranks, on
+    a transport that keeps order. Ranks share modules, and all state in them, except for packages named in
+    ``own_modules``.
     """
 
     kind = SIMULATED
 
-    parsed_interleaving = staticmethod(parsed_interleaving)
+    parse_interleaving = staticmethod(parse_interleaving)
 
     def __init__(
         self,
@@ -72,11 +71,11 @@ class SimulatedWorld(World):
 
     @property
     def decision(self) -> Simulation:
-        """What decides the next run."""
+        """Settings of the next run."""
         return Simulation(self.transport, self.seed, room=self.room)
 
     def decide(self, decision: Simulation) -> None:
-        """Let this simulation say what decides the next runs."""
+        """Set the settings of the next runs."""
         self.transport, self.seed = decision.transport, decision.first
         self.seeds, self.most = decision.seeds, decision.most
         self.room = decision.room
@@ -86,35 +85,35 @@ class SimulatedWorld(World):
 
     @property
     def room(self) -> int:
-        """How many bytes of what one rank sends to another are kept."""
+        """Bytes buffered between two ranks."""
         return self._room
 
     @room.setter
     def room(self, room: int) -> None:
-        """Raises ValueError for what is no number of bytes."""
+        """Set the room. Raises ValueError unless it is a number of bytes."""
         if not isinstance(room, int) or isinstance(room, bool) or room < 0:
             raise ValueError(f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none")
         self._room = room
 
     @property
     def course(self) -> Course | None:
-        """What the last run was like that was to be noted; None where nobody can tell, for it did not end."""
+        """Course of the last noted run; None if unknown, because it did not end."""
         return self._ranks.course
 
     @property
     def searches(self) -> bool:
-        """Whether a case is to be run under more than one interleaving."""
+        """True if a case runs under several interleavings."""
         return self.most is not None or len(self.seeds) > 1
 
     @property
     def searched(self) -> str:
-        """How many interleavings there were of all that were to be had, in a sentence; empty where none was."""
-        return told(self.explorations)
+        """Describe the share of interleavings that ran; empty without a search."""
+        return describe_explorations(self.explorations)
 
     def interleavings(self) -> Iterator[None]:
-        """Once for each seed that a case is to be run under, which is then this world's.
+        """Yield once for each seed of a case, after making it this world's seed.
 
-        Where all are to be had, what the first run is like says which are left.
+        In an exploration, the first run determines the rest.
         """
         if self.most is None:
             for seed in self.seeds or (self.seed,):
@@ -128,7 +127,7 @@ class SimulatedWorld(World):
             exploration.learn(self.course)
 
     def reduce(self, fails: Callable[[], bool]) -> None:
-        """Leave the fewest preemptions under which what is run still ``fails``; the seed where none does.
+        """Keep the fewest preemptions under which the run still ``fails``; the seed if none does.
 
         Delta debugging, by Zeller and Hildebrandt (2002), without its complements: halves first, then quarters, ...
         """
@@ -161,13 +160,17 @@ class SimulatedWorld(World):
         self.seed = Guide(kept)
 
     def complete(self, verdict: Verdict) -> Verdict:
-        """``verdict``; of a hang with the transports on which the last run does, and does not, with what room."""
+        """Add to the ``verdict`` of a hang the transports, and the room, that avoid it."""
         ahead = _AHEAD if self.may_end else ""
         found = self.hangs_on() if verdict.ended == "hang" else {}
-        if not found.get(self.transport):  # nothing is known of others, or it does not hang again
+        if not found.get(self.transport):  # other transports are unknown, or the hang did not repeat
             return verdict
         hanging, ending = ([one for one in found if found[one] is hangs] for hangs in (True, False))
-        where = f"transport {_listed(hanging)}, and not with {_listed(ending)}" if ending else "every transport"
+        where = (
+            f"transport {_list_transports(hanging)}, and not with {_list_transports(ending)}"
+            if ending
+            else "every transport"
+        )
         room = self.least_room()
         kept = f"; with room for {some(room, 'byte')} from one rank to another it ends, under this seed" if room else ""
         return replace(verdict, headline=f"{verdict.headline}; it hangs with {where}{kept}{ahead}")
@@ -175,7 +178,7 @@ class SimulatedWorld(World):
     def hangs_on(self) -> dict[Transport, bool]:
         """Whether the last run hangs, by the transport: it runs again on each.
 
-        Empty where some rank computes or sleeps for ever, of which nobody knows that.
+        Empty if a rank computes or sleeps for ever, because the answer is then unknown.
         """
         found = {}
         for transport in Transport:
@@ -185,9 +188,9 @@ class SimulatedWorld(World):
         return found
 
     def least_room(self) -> int | None:
-        """With room for how many bytes at least the last run, which failed on its transport, is one that ends.
+        """Find the least room, in bytes, that ends a run which failed on its transport.
 
-        None where no room helps, and where nothing is known. Another seed may want another room.
+        None if no room helps, or the answer is unknown. Another seed may need another room.
         """
         if RULES[self.transport].by_name or not self._ends_with(_MOST_ROOM):
             return None
@@ -198,10 +201,10 @@ class SimulatedWorld(World):
 
     @property
     def may_end(self) -> bool:
-        """Whether the last run, which hangs, may end on NCCL: there programs go on while their devices wait.
+        """True if the hanging last run may end on NCCL, where programs go on while their devices wait.
 
-        Some program here waits for what others could bring that wait for a device. Whether they go on so far is not
-        known: not where they ask for a number.
+        A program here waits for a rank whose device waits. It is unknown how far programs would go on: they stop where
+        they ask for a number.
         """
         return self._ranks.may_end
 
@@ -218,21 +221,21 @@ class SimulatedWorld(World):
         return Manner(self.seed, self.transport, self.timing, False, own, self.room)
 
     def _manner(self) -> Manner:
-        """How the next run goes; of this one alone it may be that its course is to be noted."""
+        """Settings of the next run alone; it may note its course."""
         if self.room and (why := keeps_none(self.transport)):
             raise ValueError(f"room is {self.room}: {why}, or room 0")
         noted, self.noted = self.noted, False
         return replace(self._any_manner, noted=noted)
 
-    def _started(self) -> "_Ranks":
+    def _start_ranks(self) -> "_Ranks":
         return self._ranks
 
 
 class _Ranks:
     """The process of simulated ranks.
 
-    ``manner`` says how the next run goes. ``course``: what the last one was like that was to be noted. ``may_end``: the
-    last one hangs, and need not where programs go on while their devices wait.
+    ``manner``: settings of the next run. ``course``: the last noted run's. ``may_end``: the last run hangs, but
+    may end if programs run on while devices wait.
     """
 
     def __init__(self, manner: Callable[[], Manner], *, silent: bool = False) -> None:
@@ -248,32 +251,32 @@ class _Ranks:
     ) -> Sequence[RankReport]:
         """One report for each rank, in rank order."""
         what = RunOrder(order, ranks, timeout_s, self._manner())
-        reports, course = self._played(what, label, meanwhile)
+        reports, course = self._play(what, label, meanwhile)
         self.course = course if what.manner.noted else self.course
         self._last = (what, label) if self._in_time else None
         return reports
 
     def again(self, manner: Manner) -> Sequence[RankReport] | None:
-        """How ranks end in the last run if it goes so.
+        """Repeat the last run with these settings, and return how its ranks end.
 
-        None where that cannot be known: who waits for ever is known to, and who computes or sleeps is not.
+        None if unknown: a deadlock is recognized, endless computation or sleep is not.
         """
         self.may_end = False
         if self._last is None:
             return None
         what, label = self._last
-        reports, _ = self._played(replace(what, manner=manner), label, ())
+        reports, _ = self._play(replace(what, manner=manner), label, ())
         return reports if self._in_time else None
 
-    def _played(
+    def _play(
         self, what: RunOrder, label: str, meanwhile: Iterable[object]
     ) -> tuple[Sequence[RankReport], Course | None]:
         self._in_time = self.may_end = False
         job = pack((sys.path, (), pack((play, (what,)))))
         most_s = WHOLE * what.timeout_s + END_S
         (answer,) = self._process.run(job, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
-        if answer.failed:  # the process that has all ranks: none of them can have done better
-            if answer.ending is Ending.STUCK:  # its stack is that of who waits for the ranks
+        if answer.failed:  # the process with all ranks, so all failed
+            if answer.ending is Ending.STUCK:  # its stack shows the wait for ranks
                 answer = replace(answer, message=answer.message + _WHICH, traceback="")
             return [replace(answer, rank=rank) for rank in range(what.ranks)], None
         played = unpack(answer.payload)
@@ -288,6 +291,6 @@ class _Ranks:
         self._process.close()
 
 
-def _listed(transports: Sequence[Transport]) -> str:
+def _list_transports(transports: Sequence[Transport]) -> str:
     names = [f"{one.value} ({', '.join(known)})" if (known := RULES[one].known_as) else one.value for one in transports]
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,7 +1,7 @@
-"""Specimens: faults that are planted on purpose, so that the oracle, and what explains, can be seen to find them.
+"""Specimens: faults planted on purpose, to show that the oracle and the diagnosis find them.
 
-A row of a table is a specimen: its name, what a person would say is wrong, the public report that it stands for, what
-is composed, what a case needs to show it, and the truth, which is the law that must fail and the cause to be named.
+A row of a table is a specimen: its name, a description, a public report, its composition, a case's requirements, and
+the truth: the law that must fail, and the cause to name.
 
 - A specimen is planted by composition: a changed program or data, or a wrapped transport, stage, gradient work or step.
   The runtime has no line for any of them. What they are made of is in ``planting``.
@@ -10,8 +10,8 @@ is composed, what a case needs to show it, and the truth, which is the law that 
 - Sixteen are of steps by hand in mixed precision, which our own runtime has not. They are held against themselves.
 - A file of a user's own adds some: ``register(Specimen(...))``.
 
-Planter and explainer share no code, and a case with a specimen is judged like any other. ``try_out`` says whether it
-was caught, named as what it is, and located. ``shrink`` goes from a random case that shows it down to the smallest.
+Planter and explainer share no code, and a case with a specimen is judged like any other. ``try_out`` reports whether it
+was caught, correctly named, and located. ``shrink`` reduces a random case that shows it to the smallest.
 
 It stands on the extension point ``faults``, where a case finds what it names, and asks ``expectations`` for what steps
 by hand are held against. Begin with ``specimen``, what a row is, then ``planting`` and a table in ``families``.
@@ -36,10 +36,10 @@ from pipeproof.wings.specimens.specimen import Needs as Needs
 from pipeproof.wings.specimens.specimen import Specimen as Specimen
 
 if TYPE_CHECKING:
-    from pipeproof.wings.specimens.choice import chosen as chosen
-    from pipeproof.wings.specimens.choice import known_on as known_on
-    from pipeproof.wings.specimens.choice import loaded as loaded
+    from pipeproof.wings.specimens.choice import choose as choose
+    from pipeproof.wings.specimens.choice import load as load
     from pipeproof.wings.specimens.choice import runs_of as runs_of
+    from pipeproof.wings.specimens.choice import specimens_on as specimens_on
     from pipeproof.wings.specimens.choice import tries_on as tries_on
     from pipeproof.wings.specimens.choice import usual_on as usual_on
     from pipeproof.wings.specimens.mixed import MIXED as MIXED
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 # What judges or draws cases is not for ranks to load, which plant specimens alone.
 _LATER = {
-    "choice": ("chosen", "known_on", "loaded", "runs_of", "tries_on", "usual_on"),
+    "choice": ("choose", "load", "runs_of", "specimens_on", "tries_on", "usual_on"),
     "mixed": ("MIXED", "RIGHT", "MixedCase", "MixedFault"),
     "mixed_check": ("try_mixed", "validate_mixed"),
     "shrinking": ("Shrunk", "shrink"),

@@ -1,7 +1,7 @@
 """All specimens by name: the tables of ``families``, and what files of a user's own register.
 
-catalogue.csv says what a person wants to know of each: its family, the classes of reports that it stands for, one of
-these reports, and what is wrong. Its order is that of the catalogue.
+catalogue.csv describes each: its family, classes of reports, one such report, and the mistake. The catalogue has the
+file's order.
 """
 
 import csv
@@ -19,7 +19,7 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.faults import SpecimenError, unknown
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.schedules import list_known
 from pipeproof.wings.specimens.families import (
     collectives,
     crossings,
@@ -41,40 +41,40 @@ T = TypeVar("T")
 
 
 @cache
-def _said() -> Mapping[str, Mapping[str, Any]]:
-    """What the file says of each, by name."""
+def _read_file() -> Mapping[str, Mapping[str, Any]]:
+    """Read each specimen's entry from the file, by name."""
     with Path(__file__).with_name("catalogue.csv").open(encoding="utf-8", newline="") as file:
         return {row["name"]: {**row, "classes": tuple(row["classes"].split())} for row in csv.DictReader(file)}
 
 
-def described(rows: Mapping[str, T]) -> Mapping[str, T]:
-    """``rows`` of a table, in the catalogue's order, with what the file says of each."""
+def describe(rows: Mapping[str, T]) -> Mapping[str, T]:
+    """Add the file's entries to ``rows`` of a table, in the catalogue's order."""
     those: Mapping[str, Any] = rows
-    found = {name: replace(those[name], **said) for name, said in _said().items() if name in those}
+    found = {name: replace(those[name], **said) for name, said in _read_file().items() if name in those}
     assert found.keys() == rows.keys(), f"catalogue.csv has no {', '.join(sorted(rows.keys() - found.keys()))}"
     return MappingProxyType(found)
 
 
-_SPECIMENS: Mapping[str, Specimen] = described(ChainMap(*(table.SPECIMENS for table in _TABLES)))
-_CONTROLS: Mapping[str, Entry] = described(ChainMap(*(getattr(table, "CONTROLS", {}) for table in _TABLES)))
+_SPECIMENS: Mapping[str, Specimen] = describe(ChainMap(*(table.SPECIMENS for table in _TABLES)))
+_CONTROLS: Mapping[str, Entry] = describe(ChainMap(*(getattr(table, "CONTROLS", {}) for table in _TABLES)))
 
 
 E = TypeVar("E", bound=Entry)
 
 
-def _shown(rows: Mapping[str, E], where: Where) -> Mapping[str, E]:
+def _show(rows: Mapping[str, E], where: Where) -> Mapping[str, E]:
     return MappingProxyType({name: one for name, one in rows.items() if one.needs.where is where})
 
 
-_KNOWN = dict(_shown(_SPECIMENS, Where.ANYWHERE))  # and what files register
+_KNOWN = dict(_show(_SPECIMENS, Where.ANYWHERE))  # and what files register
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
-ON_DEVICES, IN_SIMULATION = _shown(_SPECIMENS, Where.DEVICE), _shown(_SPECIMENS, Where.SIMULATED)
+ON_DEVICES, IN_SIMULATION = _show(_SPECIMENS, Where.DEVICE), _show(_SPECIMENS, Where.SIMULATED)
 # Changes without a fault, which must pass.
-CONTROLS, DEVICE_CONTROLS, SIMULATED_CONTROLS = (_shown(_CONTROLS, where) for where in Where)
+CONTROLS, DEVICE_CONTROLS, SIMULATED_CONTROLS = (_show(_CONTROLS, where) for where in Where)
 
 
 class Catalogue:
-    """The specimens that are ``known``, among them what files register, and ``others`` that show in few places."""
+    """The ``known`` specimens, including registered ones, and ``others`` that show in few places."""
 
     def __init__(self, known: MutableMapping[str, Specimen], others: Mapping[str, Entry]) -> None:
         self._known = known
@@ -84,25 +84,25 @@ class Catalogue:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What ranks must read too."""
+        """Files that ranks must read too."""
         return tuple(self._read)
 
     @property
     def own(self) -> list[Specimen]:
-        """What was registered."""
+        """Registered specimens."""
         return [self._known[name] for names in self._read.values() for name in names]
 
     @property
     def names(self) -> list[str]:
-        """Those of all specimens."""
+        """Names of all specimens."""
         return [*self._known, *(name for name, one in self._others.items() if isinstance(one, Specimen))]
 
-    def named(self, name: str, /) -> Entry | None:
-        """The specimen or control of that name, if there is one."""
+    def find(self, name: str, /) -> Entry | None:
+        """Find a specimen or control by name."""
         return self._known.get(name) or self._others.get(name)
 
     def register(self, specimen: Specimen) -> Specimen:
-        """Make ``specimen`` one of those that can be planted. Raises ``SpecimenError`` where it cannot be."""
+        """Register ``specimen`` for planting. Raises ``SpecimenError`` if unsuitable."""
         if why := self._wrong(specimen):
             raise SpecimenError(why)
         self._known[specimen.name] = specimen
@@ -110,7 +110,7 @@ class Catalogue:
         return specimen
 
     def load(self, path: str | Path, /) -> list[str]:
-        """The names of what the file at ``path`` registers; read once. Raises ``SpecimenError`` in one sentence."""
+        """Load the file at ``path`` once; return the registered names. Raises ``SpecimenError`` in one sentence."""
         file = str(Path(path).resolve())
         if file not in self._read:
             self._now = []
@@ -123,7 +123,7 @@ class Catalogue:
         return self._read[file]
 
     def unload(self, path: str | Path) -> None:
-        """Forget what the file at ``path`` registered."""
+        """Forget the registrations from the file at ``path``."""
         self._forget(self._read.pop(str(Path(path).resolve()), []))
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -149,23 +149,23 @@ class Catalogue:
             raise SpecimenError(f"{file} registers nothing; {_WANTED}")
 
     def _wrong(self, specimen: object) -> str:
-        """Why it cannot be registered; empty if it can."""
+        """Say why it cannot be registered; empty if it can."""
         if not isinstance(specimen, Specimen):
             return f"register was given a {type(specimen).__name__}: expected a Specimen"
         name, kind = specimen.name, specimen.fault.kind
         strange = [one for one in specimen.classes if one not in CLASSES]
         reasons = (
             (not _NAME.fullmatch(name), f"the name {name!r}: expected small letters, digits and hyphens"),
-            (self.named(name) is not None, f"there is a specimen {name!r} already"),
+            (self.find(name) is not None, f"there is a specimen {name!r} already"),
             (not specimen.summary, f"specimen {name!r} has no summary: say what is wrong in it"),
-            (kind not in KINDS, f"specimen {name!r} has the fault {kind!r}: {known_are(kind, list(KINDS))}"),
+            (kind not in KINDS, f"specimen {name!r} has the fault {kind!r}: {list_known(kind, list(KINDS))}"),
             (bool(strange), f"specimen {name!r} has the classes {', '.join(strange)}: known are {', '.join(CLASSES)}"),
         )
         return next((reason for wrong, reason in reasons if wrong), "") or _unfit(specimen)
 
 
 def _unfit(specimen: Specimen) -> str:
-    """Why its smallest case cannot show it; empty if it can."""
+    """Say why its smallest case cannot show it; empty if it can."""
     try:
         why = specimen.needs.missing(Case.parse(specimen.smallest))
     except (CaseError, ScheduleError) as error:
@@ -182,8 +182,8 @@ register = CATALOGUE.register
 
 
 def fault(name: str) -> Specimen:
-    """The specimen ``name``, which is a fault."""
-    found = CATALOGUE.named(name)
+    """Return the specimen ``name``, a fault."""
+    found = CATALOGUE.find(name)
     if not isinstance(found, Specimen):
         raise unknown(name)
     return found

@@ -1,4 +1,4 @@
-"""Which specimens are asked for, and where each can show: on which device, on which ranks, in which cases."""
+"""Selection of specimens, and places where each can show: devices, ranks, cases."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -8,8 +8,8 @@ from itertools import product
 from pipeproof.core.cause import RACES
 from pipeproof.core.judge import LAWS
 from pipeproof.own.case import Case
-from pipeproof.own.faults import SpecimenError, unchanged, unknown
-from pipeproof.pipeline.schedules import known_are
+from pipeproof.own.faults import SpecimenError, pass_on, unknown
+from pipeproof.pipeline.schedules import list_known
 from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.specimens.catalogue import (
     CATALOGUE,
@@ -56,7 +56,7 @@ def _transports(one: Specimen, transport: Transport | None) -> Sequence[Transpor
     return (transport,) if transport is not None else one.needs.transports or (Transport.UNLIMITED,)
 
 
-Run = tuple[str, Callable[[World], Trial]]  # what is said while it runs
+Run = tuple[str, Callable[[World], Trial]]  # the progress message, and the run
 
 
 def runs_of(
@@ -68,43 +68,42 @@ def runs_of(
     transport: Transport | None = None,
     record: bool = True,
 ) -> tuple[list[Run], dict[tuple[str, str], str]]:
-    """As ``tries_on``, and steps by hand, which are on no schedule."""
+    """Return the runs of ``tries_on``, and steps by hand, which have no schedule."""
     own, by_hand = ([name for name in names if (name in MIXED) == hand] for hand in (False, True))
     tries, left_out = tries_on(own, schedules, device=device, simulated=simulated, transport=transport)
     left_out |= {(name, schedule): "a step by hand" for name, schedule in product(by_hand, schedules)}
-    runs: list[Run] = [(str(case), partial(_tried, case, over, record=record)) for case, over in tries]
+    runs: list[Run] = [(str(case), partial(_try, case, over, record=record)) for case, over in tries]
     if not schedules:
         runs += [(MIXED[name].smallest, partial(try_mixed, MIXED[name])) for name in by_hand]
     return runs, left_out
 
 
-def _tried(case: Case, over: Transport | None, world: World, *, record: bool) -> Trial:
+def _try(case: Case, over: Transport | None, world: World, *, record: bool) -> Trial:
     if over is None:
         return try_out(case, world, record=record)
     world.set_transport(over)
     return search(case, world, record=record)
 
 
-def known_on(device: str, *, simulated: bool = False, shrinks: bool = False) -> list[str]:
-    """The specimens that ``device`` can show, and ``simulated`` ranks; steps by hand are on the CPU, of one size."""
+def specimens_on(device: str, *, simulated: bool = False, shrinks: bool = False) -> list[str]:
+    """List specimens for ``device`` and ``simulated`` ranks; steps by hand need the CPU, and have one size."""
     by_hand = MIXED if device in (CPU, AUTO) and not shrinks else ()
     return [*SPECIMENS, *by_hand, *(() if device == CPU else ON_DEVICES), *(IN_SIMULATION if simulated else ())]
 
 
 def usual_on(device: str, *, simulated: bool, shrinks: bool = False) -> list[str]:
-    """Those that are planted where none are named: on simulated ranks what they alone show."""
-    return [*IN_SIMULATION] if simulated else known_on(device, shrinks=shrinks)
+    """List the default specimens: on simulated ranks, those that show only there."""
+    return [*IN_SIMULATION] if simulated else specimens_on(device, shrinks=shrinks)
 
 
-def chosen(
+def choose(
     text: str, *, device: str, simulated: bool = False, shrinks: bool = False, otherwise: Sequence[str] = ()
 ) -> list[str]:
-    """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or the usual ones.
+    """Return the specimens in ``text``, separated by commas; if empty, those in ``otherwise``, or the default.
 
-    ``shrinks``: those that have smaller cases. Raises ``SpecimenError`` for one that there is not, or that cannot show
-    there.
+    ``shrinks``: only specimens with smaller cases. Raises ``SpecimenError`` for an unknown or unsuitable one.
     """
-    known = known_on(device, simulated=simulated, shrinks=shrinks)
+    known = specimens_on(device, simulated=simulated, shrinks=shrinks)
     usual = list(otherwise) or usual_on(device, simulated=simulated, shrinks=shrinks)
     names = [name.strip() for name in text.split(",")] if text else usual
     for name in names:
@@ -119,12 +118,12 @@ def chosen(
     return names
 
 
-def loaded(path: str) -> list[str]:
-    """The names of the specimens that the file at ``path`` registers. Raises ``SpecimenError``."""
+def load(path: str) -> list[str]:
+    """Load the file at ``path``; return its specimens' names. Raises ``SpecimenError``."""
     names = CATALOGUE.load(path)
     for one in (SPECIMENS[name] for name in names):
         laws = (*LAWS, "deadlock", *RACES)
-        if one.law not in laws and one.reorder is unchanged:
-            hint = known_are(one.law, laws)
+        if one.law not in laws and one.reorder is pass_on:
+            hint = list_known(one.law, laws)
             raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: {hint}")
     return names

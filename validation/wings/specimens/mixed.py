@@ -1,4 +1,4 @@
-"""Faults of mixed precision: in each, one convention is forgotten, or followed twice, or on one rank alone."""
+"""Faults of mixed precision: each forgets one convention, follows it twice, or follows it on one rank alone."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.cause import Cause
-from pipeproof.wings.specimens.catalogue import described
+from pipeproof.wings.specimens.catalogue import describe
 from pipeproof.wings.specimens.mixed_step import COUNT, WIDTH, MixedPrecision, MixedStep
 from pipeproof.wings.specimens.specimen import Fault
 
@@ -17,7 +17,7 @@ _LARGE = 1e37  # a number that a loss scale takes beyond fp32
 
 @dataclass(frozen=True)
 class MixedCase:
-    """A step that is right, in one way of mixed precision; or not, by what ``step`` does otherwise."""
+    """A step in one way of mixed precision, correct unless ``step`` changes it."""
 
     way: MixedPrecision
     step: type[MixedStep] = MixedStep
@@ -29,7 +29,7 @@ class MixedCase:
 
     @property
     def smallest(self) -> str:
-        """The step in a line; it has no other size."""
+        """The step in a line; it has only one size."""
         return f"by-hand r{RANKS} s{RANKS} m{COUNT} {self.way}"
 
 
@@ -37,30 +37,30 @@ class MixedCase:
 class MixedFault(MixedCase):
     """A fault: the law that must fail and the cause to be named, on one rank or on all.
 
-    Each rank has the stage of its number.
+    Each rank has the stage with its number.
     """
 
     fault: Fault
 
     @property
     def cause(self) -> Cause:
-        """What a diagnosis should name."""
+        """The cause that a diagnosis should name."""
         return Cause(self.fault.kind, rank=self.fault.rank, stage=self.fault.rank)
 
 
 class _ScaledTwice(MixedStep):
-    def scaled(self, loss: Tensor) -> Tensor:
-        return super().scaled(super().scaled(loss))
+    def scale(self, loss: Tensor) -> Tensor:
+        return super().scale(super().scale(loss))
 
 
 class _NotScaled(MixedStep):
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         return loss
 
 
 class _NotUnscaled(MixedStep):
     def unscale(self) -> None:
-        """Nobody does."""
+        """Skip unscaling."""
 
 
 class _UnscaledTwice(MixedStep):
@@ -103,7 +103,7 @@ class _SkipsAlone(MixedStep):
 
 
 class _Overflowing(nn.Module):
-    """Its weight's gradient overflows where the loss is scaled, and what it hands on does not."""
+    """Makes its weight's gradient overflow when the loss is scaled, but passes finite gradients on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class _Overflowing(nn.Module):
 
 
 class _OverflowSeenAlone(MixedStep):
-    def built(self) -> nn.Sequential:
-        stage = super().built()
+    def build(self) -> nn.Sequential:
+        stage = super().build()
         return stage.append(_Overflowing()) if self.rank == LAST else stage
 
     def overflows(self) -> bool:
@@ -154,7 +154,7 @@ class _OtherMasters(MixedStep):
     def master_of(self, parameter: Tensor) -> Tensor:
         master = super().master_of(parameter)
         if self.rank == LAST:
-            master.data.mul_(1.25)  # as of weights that were loaded after it was made
+            master.data.mul_(1.25)  # like weights loaded later
         return master
 
 
@@ -164,7 +164,7 @@ _BF16 = MixedPrecision(weights=torch.bfloat16, main_grad=True, masters=True)
 _FP16 = replace(_BF16, weights=torch.float16, scale=1024.0)
 
 # Steps that are right: each must pass.
-RIGHT = described(
+RIGHT = describe(
     {
         "loss-scaled": MixedCase(_SCALED),
         "scaled-and-clipped": MixedCase(_CLIPPED),
@@ -180,7 +180,7 @@ _SCALES = Fault("scale", "gradient")
 _OF_THE_LOSS = Fault("scale", "boundaries", rank=LAST)
 _CAST = partial(Fault, "rounded", "boundaries")
 _SKIPPED, _MOVED = (partial(Fault, kind, "updated-parameters") for kind in ("step-skipped", "update"))
-MIXED = described(
+MIXED = describe(
     {
         "loss-scaled-twice": MixedFault(_SCALED, _ScaledTwice, fault=_OF_THE_LOSS),
         "loss-not-scaled": MixedFault(_SCALED, _NotScaled, fault=_OF_THE_LOSS),
@@ -190,7 +190,7 @@ MIXED = described(
         "norm-before-unscaling": MixedFault(_CLIPPED, _NormBefore, fault=Fault("norm", "grad-norm")),
         "scale-grown-on-one-rank": MixedFault(_SCALED, _GrownAlone, fault=replace(_SCALES, rank=FIRST)),
         "scale-updated-early": MixedFault(_SCALED, _UpdatedEarly, fault=_SCALES),
-        "overflow-seen-by-one-rank": MixedFault(_SCALED, _OverflowSeenAlone, fault=_SKIPPED(rank=FIRST)),
+        "overflow-observed-by-one-rank": MixedFault(_SCALED, _OverflowSeenAlone, fault=_SKIPPED(rank=FIRST)),
         "step-skipped-on-one-rank": MixedFault(_SCALED, _SkipsAlone, fault=_SKIPPED(rank=LAST)),
         "accumulated-in-bf16": MixedFault(_BF16, _AddedInOwnType, fault=Fault("rounded", "gradient")),
         "sum-rounded": MixedFault(_BF16, _RoundedWhole, fault=Fault("rounded", "gradient", rank=LAST)),

@@ -15,7 +15,7 @@ from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.wings.specimens.mixed import RANKS, MixedCase, MixedFault
 from pipeproof.wings.specimens.mixed_step import MixedPrecision, MixedStep, loss_fn, microbatches_of
-from pipeproof.wings.specimens.trial import Named, Trial, located
+from pipeproof.wings.specimens.trial import Named, Trial, is_located
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -23,34 +23,34 @@ from pipeproof.worlds.world import World
 def validate_mixed(case: MixedCase, world: World) -> Verdict:
     """The verdict on the step, run on two of ``world``'s ranks. Raises what a run raises."""
     began = perf_counter()
-    verdict: Verdict = world.run(_checked_rank, case, ranks=RANKS)[0]
+    verdict: Verdict = world.run(_check_rank, case, ranks=RANKS)[0]
     return replace(verdict, rerun=f"pipeproof specimens --only {case.name}", seconds=perf_counter() - began)
 
 
 def try_mixed(fault: MixedFault, world: World) -> Trial:
     """Run a step with a fault."""
-    return mixed_trial(fault, validate_mixed(fault, world))
+    return run_mixed(fault, validate_mixed(fault, world))
 
 
-def mixed_trial(fault: MixedFault, verdict: Verdict) -> Trial:
-    """Whether a fault is caught, named as what was planted, and located."""
+def run_mixed(fault: MixedFault, verdict: Verdict) -> Trial:
+    """Try a fault: is it caught, correctly named, and located?"""
     laws = tuple(law.name for law in verdict.laws if law.outcome == "fail")
-    found = verdict.cause[0] if verdict.cause else None
+    found = verdict.causes[0] if verdict.causes else None
     right = found is not None and found.kind == fault.fault.kind
-    place = found is not None and right and located(fault.cause, found) and _everywhere(fault, verdict)
+    place = found is not None and right and is_located(fault.cause, found) and _everywhere(fault, verdict)
     named = Named(None if found is None else found.kind, right, place, verdict.seconds)
     return Trial(fault.name, fault.smallest, fault.fault.law, fault.fault.kind, laws, named, None, verdict.seconds)
 
 
 def _everywhere(fault: MixedFault, verdict: Verdict) -> bool:
-    """Whether what is on all ranks is said of all."""
+    """True if a fault on all ranks is reported on all."""
     if fault.fault.rank is not None:
-        return len(verdict.cause) == 1
-    return verdict.cause[0].rank is None or {cause.rank for cause in verdict.cause} == set(range(RANKS))
+        return len(verdict.causes) == 1
+    return verdict.causes[0].rank is None or {cause.rank for cause in verdict.causes} == set(range(RANKS))
 
 
-def _checked_rank(context: RankContext, case: MixedCase) -> Verdict:
-    """One rank's part; a job for ``World.run``."""
+def _check_rank(context: RankContext, case: MixedCase) -> Verdict:
+    """Check one rank's part; a job for ``World.run``."""
     step = case.step(case.way, context.rank, context.ranks)
     microbatches = microbatches_of(case.way)
     check = check_step(
@@ -63,7 +63,7 @@ def _checked_rank(context: RankContext, case: MixedCase) -> Verdict:
 
 
 def against(way: MixedPrecision, step: MixedStep) -> StepExpectation:
-    """What a step is held against: each convention of its ``way`` is one value. Raises ``SpecimenError``."""
+    """Return the expectation for a step, with each convention of its ``way``. Raises ``SpecimenError``."""
     composed = extension("expectations", "composed")
     if composed is None:
         raise SpecimenError(

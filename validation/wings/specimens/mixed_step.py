@@ -1,6 +1,6 @@
-"""A step in mixed precision as one writes it by hand: GPipe, one stage on each rank, and what is done with gradients.
+"""A mixed-precision step written by hand: GPipe, one stage on each rank, and all operations on gradients.
 
-Our own runtime has none of this. A subclass that does one thing otherwise is a fault.
+Our own runtime has none of this. A subclass with one change is a fault.
 """
 
 import math
@@ -22,12 +22,11 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The conventions of a step, each a value.
+    """Conventions of a step, each a value.
 
-    weights: their type, and that of what stages are given. autocast: the type in which modules compute, if another.
-    main_grad: gradients of microbatches are added up in fp32, beside ``.grad``. masters: the optimizer moves copies of
-    the weights in fp32, which are then copied back. scale: what losses are multiplied by; 0: they are not. max_norm:
-    to what gradients are clipped.
+    weights: type of weights, and of stage inputs. autocast: the computing type, if different. main_grad: microbatches'
+    gradients are added in fp32, beside ``.grad``. masters: the optimizer moves fp32 copies of weights, copied back
+    later. scale: factor on losses; 0: none. max_norm: clipping norm of gradients.
     """
 
     weights: torch.dtype = torch.float32
@@ -47,11 +46,11 @@ class MixedPrecision:
 
 
 class MixedStep:
-    """One step of one rank's stage."""
+    """One step on one rank's stage."""
 
     def __init__(self, way: MixedPrecision, rank: int, ranks: int) -> None:
         self.way, self.rank, self.last = way, rank, ranks - 1
-        self.stage = self.built().to(way.weights)
+        self.stage = self.build().to(way.weights)
         self.named = {f"{rank}.{name}": one for name, one in self.stage.named_parameters()}  # as in the whole model
         self.sums = {name: self.empty_sum(one) for name, one in self.named.items()} if way.main_grad else {}
         self.masters = {name: self.master_of(one) for name, one in self.named.items()} if way.masters else {}
@@ -66,7 +65,7 @@ class MixedStep:
             parameter.register_post_accumulate_grad_hook(self.add_up)  # type: ignore[no-untyped-call]  # in torch
 
     def run(self, microbatches: Pairs, look: Callable[[Gradients], None]) -> None:
-        """All of it; ``look`` at gradients when they are complete, before they are clipped."""
+        """Run the whole step; ``look`` at complete gradients before clipping."""
         self.forwards(microbatches)
         self.backwards()
         self.give_to_optimizer()
@@ -78,10 +77,10 @@ class MixedStep:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those that the optimizer is going to have."""
+        """Return the gradients for the optimizer."""
         return {name: one.grad for name, one in self.held.items() if one.grad is not None}
 
-    def built(self) -> nn.Sequential:
+    def build(self) -> nn.Sequential:
         """The stage, in fp32."""
         with torch.random.fork_rng():
             torch.manual_seed(self.rank)
@@ -89,19 +88,19 @@ class MixedStep:
             return nn.Sequential(*layers)
 
     def first_scale(self) -> float:
-        """The loss scale that this rank begins with."""
+        """Return this rank's initial loss scale."""
         return self.way.scale or 1.0
 
     def empty_sum(self, parameter: Tensor) -> Tensor:
-        """What gradients of microbatches are added to."""
+        """Return an empty sum for microbatches' gradients."""
         return torch.zeros_like(parameter, dtype=torch.float32)
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The copy that the optimizer moves in place of a weight."""
+        """Return the optimizer's copy of a weight."""
         return parameter.detach().float().clone().requires_grad_()
 
     def add_up(self, parameter: Tensor) -> None:
-        """Add what a backward gave to its sum."""
+        """Add a backward's gradient to the sum."""
         name = next(name for name, one in self.named.items() if one is parameter)
         assert parameter.grad is not None, "a hook is called when there is one"
         self.sums[name] += parameter.grad
@@ -110,19 +109,19 @@ class MixedStep:
     def forwards(self, microbatches: Pairs) -> None:
         """All forwards, with the losses of the last stage."""
         for inputs, target in microbatches:
-            taken = self.receive(self.rank - 1, self.sent_as()).requires_grad_() if self.rank else inputs
+            taken = self.receive(self.rank - 1, self.message_type()).requires_grad_() if self.rank else inputs
             with self.cast():
                 made = self.stage(taken)
             if self.rank == self.last:
                 loss = loss_fn(made, target)
                 self.losses.append(loss.item())
-                made = self.scaled(loss / len(microbatches))
+                made = self.scale(loss / len(microbatches))
             else:
                 self.send(made.detach(), self.rank + 1)
             self.kept.append((taken, made))
 
     def backwards(self) -> None:
-        """All backwards, in the order of forwards."""
+        """Run all backwards, in the order of forwards."""
         for taken, made in self.kept:
             flow = None if self.rank == self.last else self.receive(self.rank + 1, made.dtype)
             torch.autograd.backward(made, flow)
@@ -131,30 +130,30 @@ class MixedStep:
                 self.send(taken.grad, self.rank - 1)
 
     def cast(self) -> AbstractContextManager[object]:
-        """What is there while modules compute."""
+        """Return the context for modules' computation."""
         return torch.autocast("cpu", self.way.autocast) if self.way.autocast else nullcontext()
 
-    def sent_as(self) -> torch.dtype:
-        """The type of what a stage puts out."""
+    def message_type(self) -> torch.dtype:
+        """Return the type of a stage's output."""
         return self.way.autocast or self.way.weights
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Send what a stage made, or what flows back."""
+        """Send a stage's output, or a gradient."""
         dist.send(tensor, peer)
 
     def receive(self, peer: int, dtype: torch.dtype) -> Tensor:
-        """Receive it."""
+        """Receive a tensor."""
         message = torch.empty(ROWS, WIDTH, dtype=dtype)
         dist.recv(message, peer)
         return message
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss that is differentiated."""
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale the loss for differentiation."""
         found: Tensor = self.scaler.scale(loss)
         return found
 
     def give_to_optimizer(self) -> None:
-        """Put what was added up where the optimizer takes it."""
+        """Move summed gradients to the optimizer's place."""
         for name, one in self.held.items():
             gradient = self.sums.get(name, self.named[name].grad)
             one.grad = None if gradient is None else gradient.to(one.dtype)
@@ -177,18 +176,18 @@ class MixedStep:
             one.mul_(factor)
 
     def overflows(self) -> bool:
-        """Whether the step is to be skipped, by what all ranks have."""
+        """True if all ranks' gradients require a skipped step."""
         return not math.isfinite(self.norm)
 
     def update(self) -> None:
-        """Move what the optimizer holds, and copy it back."""
+        """Step the optimizer, and copy its weights back."""
         if not self.overflows():
             self.optimizer.step()
             self.copy_back()
 
     @torch.no_grad()
     def copy_back(self) -> None:
-        """Make the weights those of their master copies."""
+        """Copy master weights into weights."""
         for name, master in self.masters.items():
             self.named[name].copy_(master)
 

@@ -1,8 +1,8 @@
-"""What faults are made of: places in a pipeline, and plants, each of which changes one thing there.
+"""Building blocks of faults: places in a pipeline, and plants, each with one change.
 
-A plant is made from a function that is given what passes, and what there is to know of it, and returns what shall pass
-instead; or from one that changes a module or its gradients in place. A fault that needs more of a step than what these
-show wraps a part of it (``pipeproof.core.observe.wrappers``), as ``on_transport`` does.
+A plant is a function from a passing value and its facts to a replacement; or a function that changes a module or its
+gradients in place. A fault that needs more of a step wraps a part of it (``pipeproof.core.observe.wrappers``), like
+``on_transport``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.observe.wrappers import AroundGradients, AroundStage, AroundSteps, AroundTransport, Pairs, Steps
-from pipeproof.own.faults import Drive, Plant, unchanged
+from pipeproof.own.faults import Drive, Plant, pass_on
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.stage import Goal, Stage
-from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.pipeline.step import Parts, ScheduleResult
 from pipeproof.pipeline.transport import Message, Transport
 from pipeproof.wings.specimens.specimen import StageAt
 
 Edit = Callable[[nn.Module], None]
-Shares = dict[nn.Parameter, Tensor]  # gradients, by whose they are
+Shares = dict[nn.Parameter, Tensor]  # gradients, by parameter
 _Backward = Callable[[int, Gradients], Gradients]
 _Find = Callable[[nn.Module], Iterable[nn.Parameter]]
 
@@ -35,7 +35,7 @@ def first(n_stages: int) -> int:
 
 
 def second(n_stages: int) -> int:
-    """The second stage, or the only one."""
+    """Return the second stage, or the only one."""
     return min(1, n_stages - 1)
 
 
@@ -50,13 +50,13 @@ def last(n_stages: int) -> int:
 
 
 def stages_at(parts: Parts, place: StageAt | None) -> list[Stage]:
-    """The stages of this rank that are concerned: the one at ``place`` if it is here; without a place, all."""
+    """Return this rank's stage at ``place``, if here; without a place, all stages."""
     at = None if place is None else place(parts.program.schedule.n_stages)
     return [stage for stage in parts.stages if at in (None, stage.index)]
 
 
 def both(*plants: Plant) -> Plant:
-    """One plant after the other."""
+    """Plant several faults in order."""
 
     def plant(parts: Parts) -> Parts:
         for one in plants:
@@ -78,8 +78,8 @@ def on_modules(change: Edit, place: StageAt | None = None) -> Plant:
 
 
 def on_gradients(change: Edit, place: StageAt | None = None, *, clipped: bool = False) -> Plant:
-    """Change a module's gradients after the last backward; or, if ``clipped``, after clipping: seen by the optimizer
-    alone."""
+    """Change a module's gradients after the last backward; or, if ``clipped``, after clipping: observed by the
+    optimizer alone."""
     changed = on_modules(change, place)
 
     def reduce(parts: Parts) -> None:
@@ -96,7 +96,7 @@ def on_gradients(change: Edit, place: StageAt | None = None, *, clipped: bool = 
 def on_work(
     *,
     reduce: Callable[[Parts], None] = lambda parts: parts.gradients.reduce_tied(),
-    squares: Callable[[list[float], Parts], list[float]] = unchanged,
+    squares: Callable[[list[float], Parts], list[float]] = pass_on,
     scale: Callable[[float, Parts], None] = lambda factor, parts: parts.gradients.scale(factor),
 ) -> Plant:
     """Change the work on gradients: how tied ones are summed, the squares that make the norm, how they are clipped."""
@@ -119,7 +119,7 @@ def on_work(
 
 
 class Call(NamedTuple):
-    """A microbatch in a stage: what its forward was given, and what it made."""
+    """A microbatch in a stage: the inputs of its forward, and the outputs."""
 
     stage: Stage
     schedule: Schedule
@@ -130,19 +130,19 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What is changed of a stage. Functions are told the call, and most are given what passes, too."""
+    """Changes to a stage. Functions get the call, and most get the passing value, too."""
 
-    inputs: Callable[[Tensors, Call], Tensors] = unchanged  # of a forward
-    goal: Callable[[Goal, Call], Goal] = unchanged  # of the last stage's forward: its loss
-    during: Callable[[Call], AbstractContextManager[object]] = nullcontext  # what is there while a forward runs
-    given: Callable[[Gradients, Call], Gradients] = unchanged  # what a backward is given for the outputs
-    hands: Callable[[Gradients, Call], Gradients] = unchanged  # what it hands back for the inputs
+    inputs: Callable[[Tensors, Call], Tensors] = pass_on  # of a forward
+    goal: Callable[[Goal, Call], Goal] = pass_on  # of the last stage's forward: its loss
+    during: Callable[[Call], AbstractContextManager[object]] = nullcontext  # open during a forward
+    given: Callable[[Gradients, Call], Gradients] = pass_on  # what a backward is given for the outputs
+    hands: Callable[[Gradients, Call], Gradients] = pass_on  # what it hands back for the inputs
     adding: Callable[[Call], AbstractContextManager[object]] = nullcontext  # while it adds to parameters' gradients
-    whose: Callable[[int], int] = unchanged  # of which microbatch a backward takes what was kept
+    whose: Callable[[int], int] = pass_on  # the microbatch whose saved tensors a backward takes
 
 
 def on_stages(changes: Changes, place: StageAt | None = None) -> Plant:
-    """Change what the stage at ``place``, or every stage, is given and does."""
+    """Change inputs and behaviour of the stage at ``place``, or every stage."""
     return around_stages(lambda stage, schedule: _ChangedStage(stage, schedule, changes), place)
 
 
@@ -177,24 +177,24 @@ class _ChangedStage(AroundStage):
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         with self._changes.adding(self._calls[microbatch]):
-            return self._differentiated(self.inner.backward, microbatch, gradients)
+            return self._differentiate(self.inner.backward, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self._differentiated(self.inner.backward_input, microbatch, gradients)
+        return self._differentiate(self.inner.backward_input, microbatch, gradients)
 
     def backward_weight(self, microbatch: int) -> None:
         with self._changes.adding(self._calls[microbatch]):
             self.inner.backward_weight(self._changes.whose(microbatch))
 
-    def _differentiated(self, run: _Backward, microbatch: int, gradients: Gradients) -> Gradients:
+    def _differentiate(self, run: _Backward, microbatch: int, gradients: Gradients) -> Gradients:
         call = self._calls[microbatch]
         handed = run(self._changes.whose(microbatch), self._changes.given(gradients, call))
         return self._changes.hands(handed, call)
 
 
 @contextmanager
-def apart(module: nn.Module) -> Iterator[Shares]:
-    """What is added to gradients meanwhile is put into the mapping, and they are left as they were."""
+def collect_apart(module: nn.Module) -> Iterator[Shares]:
+    """Collect additions to gradients in the mapping while open, then restore gradients."""
     before, shares = {parameter: parameter.grad for parameter in module.parameters()}, Shares()
     module.zero_grad()
     yield shares
@@ -209,13 +209,13 @@ def add(shares: Shares, times: float = 1.0) -> None:
         parameter.grad = share * times if parameter.grad is None else parameter.grad + share * times
 
 
-def counted(times: Callable[[Schedule, int], Mapping[int, float]], place: StageAt | None = None) -> Plant:
-    """Add microbatch m's share ``times(schedule, stage)[m]`` times, if it is there: 0 drops it, 2 doubles it."""
+def count_shares(times: Callable[[Schedule, int], Mapping[int, float]], place: StageAt | None = None) -> Plant:
+    """Add microbatch m's share ``times(schedule, stage)[m]`` times, if present: 0 drops it, 2 doubles it."""
 
     @contextmanager
     def adding(call: Call) -> Iterator[None]:
         factor = times(call.schedule, call.stage.index).get(call.microbatch, 1.0)
-        with nullcontext(Shares()) if factor == 1.0 else apart(call.stage.module) as shares:
+        with nullcontext(Shares()) if factor == 1.0 else collect_apart(call.stage.module) as shares:
             yield
         if factor != 0.0:
             add(shares, factor)
@@ -224,14 +224,14 @@ def counted(times: Callable[[Schedule, int], Mapping[int, float]], place: StageA
 
 
 def put_off(late: Callable[[Call], bool], *, reduced: bool) -> Plant:
-    """Add shares that are ``late`` last to first when all is done: when tied gradients are ``reduced``, or before."""
+    """Add ``late`` shares last to first after the step: after tied gradients are ``reduced``, or before."""
 
     def plant(parts: Parts) -> Parts:
         shares: list[Shares] = []
 
         @contextmanager
         def adding(call: Call) -> Iterator[None]:
-            with apart(call.stage.module) if late(call) else nullcontext(Shares()) as share:
+            with collect_apart(call.stage.module) if late(call) else nullcontext(Shares()) as share:
                 yield
             shares.append(share)
 
@@ -250,7 +250,7 @@ def put_off(late: Callable[[Call], bool], *, reduced: bool) -> Plant:
 
 @dataclass(frozen=True)
 class To:
-    """Messages between stages: of which kind, to which stage, of which microbatches. What is left out may be any."""
+    """Messages between stages: kind, receiving stage, microbatches. Omitted fields match all."""
 
     kind: Kind
     stage: int | None = None
@@ -264,14 +264,14 @@ class To:
 
 
 class Arrived(NamedTuple):
-    """A message: to which stage, if it is between stages; and what was kept of those that came to this rank before."""
+    """A message: its receiving stage, if between stages; and data kept from earlier ones to this rank."""
 
     stage: int | None
     kept: dict[int, Tensor]
 
 
 def on_arrival(change: Callable[[Tensor, Arrived], Tensor], those: To | None = None) -> Plant:
-    """Change ``those`` messages, or all, as they arrive: the bytes that a stage is given."""
+    """Change ``those`` messages, or all, on arrival: the bytes for a stage."""
 
     class Arriving(AroundTransport):
         def __init__(self, inner: Transport) -> None:
@@ -294,71 +294,71 @@ def on_transport(wrap: Callable[[Transport, Schedule], Transport]) -> Plant:
 
 def on_steps(
     *,
-    given: Callable[[Pairs, Steps], Pairs] = unchanged,
-    told: Callable[[StepResult, Parts], StepResult] = unchanged,
+    given: Callable[[Pairs, Steps], Pairs] = pass_on,
+    reported: Callable[[ScheduleResult, Parts], ScheduleResult] = pass_on,
     operation: str = "train",
 ) -> Drive:
-    """Change what an ``operation``, or any if it is empty, is given, or what it tells."""
+    """Change the arguments or results of an ``operation``; empty: of all."""
 
     class Driven(AroundSteps):
-        def given(self, of: str, microbatches: Pairs) -> Pairs:
+        def on_data(self, of: str, microbatches: Pairs) -> Pairs:
             return given(microbatches, self.inner) if operation in ("", of) else microbatches
 
-        def told(self, of: str, result: StepResult) -> StepResult:
-            return told(result, self.parts) if operation in ("", of) else result
+        def on_result(self, of: str, result: ScheduleResult) -> ScheduleResult:
+            return reported(result, self.parts) if operation in ("", of) else result
 
     return Driven
 
 
-def moved_twice(place: StageAt, which: _Find = nn.Module.parameters) -> Drive:
-    """An optimizer without state, or in its first step, moves these parameters of a stage at twice the rate."""
+def move_twice(place: StageAt, which: _Find = nn.Module.parameters) -> Drive:
+    """Move these parameters at twice the rate, by an optimizer without state, or in its first step."""
 
     def drive(steps: Steps) -> Steps:
         before = Shares()
 
-        def given(microbatches: Pairs, steps: Steps) -> Pairs:
+        def on_data(microbatches: Pairs, steps: Steps) -> Pairs:
             for stage in stages_at(steps.parts, place):
                 before.update({parameter: parameter.detach().clone() for parameter in which(stage.module)})
             return microbatches
 
         @torch.no_grad()
-        def told(result: StepResult, parts: Parts) -> StepResult:
+        def on_result(result: ScheduleResult, parts: Parts) -> ScheduleResult:
             for parameter, value in before.items():
                 parameter.add_(parameter - value)
             return result
 
-        return on_steps(given=given, told=told)(steps)
+        return on_steps(given=on_data, reported=on_result)(steps)
 
     return drive
 
 
 def gradients_by_parameter(module: nn.Module) -> Shares:
-    """Every gradient that there is, by whose it is."""
+    """Return all gradients, by parameter."""
     return {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
 
 
 def copies(stages: Sequence[Stage]) -> Shares:
-    """A copy of every gradient of ``stages``."""
+    """Copy every gradient of ``stages``."""
     return {p: g.clone() for stage in stages for p, g in gradients_by_parameter(stage.module).items()}
 
 
-def multiplied(gradients: Gradients, factor: float) -> Gradients:
-    """Those that there are, times ``factor``."""
+def multiply(gradients: Gradients, factor: float) -> Gradients:
+    """Multiply gradients by ``factor``; missing ones stay missing."""
     return tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
-    """Every gradient that there is."""
+    """Return all gradients of a module."""
     return list(gradients_by_parameter(module).values())
 
 
 def squares_of(module: nn.Module) -> list[float]:
-    """The sum of squares of each of them."""
+    """Return the sum of squares for each gradient."""
     return [float(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2) for g in gradients_of(module)]
 
 
 def on_each(change: Callable[[Tensor], object], of: _Find = nn.Module.parameters) -> Edit:
-    """Changes every gradient that there is ``of`` these parameters."""
+    """Change every gradient ``of`` these parameters."""
 
     def changed(module: nn.Module) -> None:
         for parameter in of(module):
@@ -368,7 +368,7 @@ def on_each(change: Callable[[Tensor], object], of: _Find = nn.Module.parameters
     return changed
 
 
-def scaled(factor: float) -> Edit:
+def scale(factor: float) -> Edit:
     """Multiplies every gradient."""
     return on_each(lambda gradient: gradient.mul_(factor))
 
@@ -376,7 +376,7 @@ def scaled(factor: float) -> Edit:
 def on_parts(
     kinds: tuple[type[nn.Module], ...], change: Callable[[Any, int], object], *, most: int | None = None
 ) -> Edit:
-    """Changes the parts of some kinds that a module has, or the first ``most``; they are counted from 0."""
+    """Change a module's parts of some kinds, or the first ``most``; counted from 0."""
 
     def changed(module: nn.Module) -> None:
         for number, part in enumerate([part for part in module.modules() if isinstance(part, kinds)][:most]):
@@ -386,7 +386,7 @@ def on_parts(
 
 
 def norm_weight(module: nn.Module) -> list[nn.Parameter]:
-    """The weight of the module's first norm."""
+    """Return the weight of the module's first norm."""
     return [part.weight for part in module.modules() if isinstance(part, NORMS)][:1]
 
 
@@ -394,6 +394,6 @@ NORMS = (nn.LayerNorm, nn.BatchNorm1d)
 NORM = r"norm.*\.weight$"  # matches the name of norm_weight's parameter first
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def round_through(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor`` through a narrower type."""
     return tensor.to(dtype).to(tensor.dtype)

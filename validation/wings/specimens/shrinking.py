@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.own.case import MODELS, Case, plainest_first
-from pipeproof.own.faults import unchanged
-from pipeproof.own.fuzz import Tally, cases, fuzz, judged
+from pipeproof.own.faults import pass_on
+from pipeproof.own.fuzz import Tally, cases, fuzz, judge_case
 from pipeproof.pipeline.program import lower
-from pipeproof.wings.specimens.families.order import broken
+from pipeproof.wings.specimens.families.order import broken_laws
 from pipeproof.wings.specimens.specimen import Specimen
 from pipeproof.worlds.timeout import BUDGET
 from pipeproof.worlds.world import World
@@ -27,7 +27,7 @@ class Shrunk:
 
     @property
     def as_stated(self) -> bool:
-        """Whether the smallest case is the stated one. Of schedules that are equally small any may come first."""
+        """True if the smallest case equals the stated one. Equally small schedules are interchangeable."""
         return self.ended.partition(" ")[2] == self.stated.partition(" ")[2] != ""
 
     def __str__(self) -> str:
@@ -37,21 +37,21 @@ class Shrunk:
 
 
 def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 4) -> Shrunk:
-    """Draw cases that ``specimen`` can show itself in until its law fails, and shrink."""
+    """Draw cases that can show ``specimen`` until its law fails, then shrink."""
     began: list[Case] = []
 
     def run(case: Case, world: World) -> Verdict:
-        verdict = _judged(specimen, case, world)
-        if verdict.verdict == "pass":
+        verdict = _judge(specimen, case, world)
+        if verdict.outcome == "pass":
             return verdict
         if not began and str(case) in simplest:
-            return replace(verdict, verdict="pass")  # begin with a case that chance has made
+            return replace(verdict, outcome="pass")  # begin with a case that chance has made
         began.append(case)
         return verdict
 
     simplest: set[str] = set()
     drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
-    strategy = drawn.map(lambda pair: _noted(*pair, simplest))
+    strategy = drawn.map(lambda pair: _note(*pair, simplest))
     tally = Tally(BUDGET)
     found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
     ended = "" if found is None else _plain(found.case)
@@ -60,11 +60,11 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
 
 
 def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrategy[Case]:
-    """Random cases that have all that ``specimen`` needs, with it planted."""
+    """Draw random cases that meet all needs of ``specimen``, with it planted."""
     needs = specimen.needs
     models = plainest_first(needs.models or MODELS)  # to shrink to the first
 
-    def planted(case: Case) -> Case:
+    def plant(case: Case) -> Case:
         return replace(
             case,
             loss=needs.loss or case.loss,
@@ -73,12 +73,12 @@ def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrat
             specimen=specimen.name,
         )
 
-    wide = cases(models=models, max_ranks=max_ranks).map(planted)
+    wide = cases(models=models, max_ranks=max_ranks).map(plant)
     return wide.map(lambda case: _with_plan(case, needs.plan)).filter(lambda case: not specimen.missing(case))
 
 
-def _noted(case: Case, number: int, simplest: set[str]) -> Case:
-    """``case``; noted if drawn with the number 0, as Hypothesis draws what is simplest before it draws at random."""
+def _note(case: Case, number: int, simplest: set[str]) -> Case:
+    """Note ``case`` if drawn with number 0, because Hypothesis draws the simplest before random ones."""
     if number == 0:
         simplest.add(str(case))
     return case
@@ -89,15 +89,15 @@ def _with_plan(case: Case, plan: tuple[str, ...]) -> Case:
     return case if all(operation in rest for operation in plan) else replace(case, plan=plan)
 
 
-def _judged(specimen: Specimen, case: Case, world: World) -> Verdict:
-    """A pass wherever the specimen's own law holds, whatever else fails. What hangs or crashes is raised."""
-    if specimen.reorder is not unchanged:
-        failed = specimen.law in broken(specimen.reorder(lower(case.built)))
+def _judge(specimen: Specimen, case: Case, world: World) -> Verdict:
+    """Pass unless the specimen's own law fails. Raises hangs and crashes."""
+    if specimen.reorder is not pass_on:
+        failed = specimen.law in broken_laws(specimen.reorder(lower(case.built)))
         law = LawResult(specimen.law, "fail" if failed else "pass")
         return Verdict(str(case), "fail" if failed else "pass", "none", (law,))
-    verdict = judged(case, world)
+    verdict = judge_case(case, world)
     failed = any(law.name == specimen.law and law.outcome == "fail" for law in verdict.laws)
-    return replace(verdict, verdict="fail" if failed else "pass")
+    return replace(verdict, outcome="fail" if failed else "pass")
 
 
 def _plain(case: Case) -> str:

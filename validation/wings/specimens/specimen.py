@@ -1,4 +1,4 @@
-"""What a specimen is: a fault planted on purpose, by composition, with the cause that a diagnosis should name."""
+"""A specimen: a fault planted on purpose, by composition, with the cause that a diagnosis should name."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from pipeproof.core.cause import RACES, Cause
 from pipeproof.own.case import MODELS, Case, plainest_first
 from pipeproof.own.data import model_for
-from pipeproof.own.faults import Change, Plant, unchanged
+from pipeproof.own.faults import Change, Plant, pass_on
 from pipeproof.own.stages import owners
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.schedule import Schedule
@@ -52,12 +52,12 @@ CLASSES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Fault:
-    """The cause to be named: its kind, and where it is, from the case; and the law that must fail.
+    """The cause to name: its kind, and its place in the case; and the law that must fail.
 
-    The law is one of the judge's; a static one, where a program is changed; "deadlock", where ranks never end;
-    "crash", where one fails; or a race's name, where the simulated world tells of one.
-    ``alike`` are kinds that final gradients alone may tell no better. ``parameter`` is a pattern: the first parameter
-    of the stage that it is found in. ``rank``: of a fault that is at no stage. What is left out is not asked for.
+    The law is the judge's; a static one for a changed program; "deadlock" if ranks never end; "crash" if one fails; or
+    a race's name in the simulated world. ``alike``: kinds that final gradients cannot tell apart from it.
+    ``parameter``: a pattern, for the first match in the stage. ``rank``: for a fault without a stage. Absent fields are
+    not checked.
     """
 
     kind: str
@@ -88,18 +88,20 @@ class Fault:
 
 
 class Where(Enum):
-    """Which ranks show a fault: any, those on a device, or simulated ones; real ones show the last by luck at best."""
+    """Ranks that show a fault: all, those on a device, or simulated ones, because real ones show it by luck."""
 
     ANYWHERE, DEVICE, SIMULATED = range(3)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a case must have to show a fault. ``models`` are those that can; empty for all. ``plan`` must occur in the
-    case's in this order. ``layers``: on each stage. ``split``: the kinds of backward that the middle stage needs some
-    of. ``one_size``: its microbatches are alike in shape. ``device``: ranks compute on one, and not on the CPU.
-    ``transports``: of simulated ranks, those that show it; none for what real ranks show. ``also``: why a case will
-    not do for any other reason, or nothing."""
+    """Requirements of a case to show a fault.
+
+    ``models``: suitable ones; empty for all. ``plan``: occurs in the case's plan in this order. ``layers``: on each
+    stage. ``split``: the kinds of backward, some needed on the middle stage. ``one_size``: microbatches have one shape.
+    ``device``: ranks compute on a device, not on the CPU. ``transports``: for simulated ranks, those that show it;
+    empty if real ranks do. ``also``: returns another reason against a case, or nothing.
+    """
 
     microbatches: int = 1
     ranks: int = 1
@@ -118,7 +120,7 @@ class Needs:
 
     @property
     def where(self) -> Where:
-        """Which ranks show it."""
+        """Ranks that show the fault."""
         return Where.SIMULATED if self.transports else Where.DEVICE if self.device else Where.ANYWHERE
 
     def missing(self, case: Case) -> str:
@@ -129,24 +131,27 @@ class Needs:
             (case.stages < self.stages, f"{self.stages} stages"),
             (min(case.split) < self.layers, f"{self.layers} layers a stage"),
             (case.model not in (self.models or MODELS), f"a model out of {', '.join(self.models)}"),
-            (not _within(self.plan, case.plan), f"a plan with {'+'.join(self.plan)}"),
+            (not _occurs_in(self.plan, case.plan), f"a plan with {'+'.join(self.plan)}"),
             (case.loss != (self.loss or case.loss), f"loss={self.loss}"),
             (self.ragged and not case.ragged, "ragged"),
             (self.unequal and not case.unequal, "unequal"),
             (self.one_size and case.sizes_differ, "microbatches of one size"),
-            (self.split and not halved(case.built, case.stages // 2), "a backward in two halves on the middle stage"),
+            (
+                self.split and not split_microbatches(case.built, case.stages // 2),
+                "a backward in two halves on the middle stage",
+            ),
         )
         return next((f"needs {what}" for lacking, what in lacks if lacking), "") or self.also(case)
 
     def smallest(self, schedule: str = "") -> Case:
-        """The smallest case that has all this, on ``schedule`` or a plain one; its model is the plainest that can."""
+        """Return the smallest suitable case, on ``schedule`` or a plain one, with the plainest suitable model."""
         schedule = schedule or ("zb-h1" if self.split else "naive")
         virtual = virtuals(schedule, looped=-(-self.stages // self.ranks))
         ranks = max(self.ranks, -(-self.stages // virtual))
         return self.case(schedule, ranks, virtual, self.microbatches, plainest_first(self.models or MODELS)[0])
 
     def case(self, schedule: str, ranks: int, virtual: int, microbatches: int, model: str) -> Case:
-        """The case of this shape that has what else is needed."""
+        """Return a case in this shape with the remaining needs."""
         return Case(
             schedule,
             ranks,
@@ -166,10 +171,9 @@ ANYTHING = Needs()
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Change):
-    """A change to a step, what is to be said of it, and what a case needs to show it; without a fault, it is a control.
+    """A change to a step, its description, and its needs; without a fault, it is a control.
 
-    ``classes``: those of ``CLASSES`` that it stands for. ``schedule`` is that of the smallest case, where no plain one
-    will do.
+    ``classes``: its entries in ``CLASSES``. ``schedule``: the smallest case's, unless a plain one suffices.
     """
 
     summary: str = ""
@@ -208,31 +212,31 @@ class Specimen(Entry):
         return kept if room and self.fault.kind == "deadlock" else ""
 
     def cause(self, case: Case) -> Cause:
-        """What a diagnosis of ``case`` should name."""
+        """Return the cause that a diagnosis of ``case`` should name."""
         return self.fault.cause(case)
 
 
-def row(fault: Fault, plant: Plant = unchanged, *needs: Needs, **more: Any) -> Specimen:
-    """A specimen, of which a table has the name. ``needs``: one, or none where any case will do."""
+def row(fault: Fault, plant: Plant = pass_on, *needs: Needs, **more: Any) -> Specimen:
+    """Return a specimen, named by its table. ``needs``: one, or none if every case suffices."""
     if needs:
         (more["needs"],) = needs
     return Specimen(fault=fault, plant=plant, **more)
 
 
-def control(plant: Plant = unchanged, *needs: Needs, **more: Any) -> Entry:
-    """As ``row``, of what is no fault."""
+def control(plant: Plant = pass_on, *needs: Needs, **more: Any) -> Entry:
+    """Return a control, like ``row`` without a fault."""
     if needs:
         (more["needs"],) = needs
     return Entry(plant=plant, **more)
 
 
-def halved(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The microbatches whose backward comes in two halves on ``stage``, in the order of the second."""
+def split_microbatches(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """Return the microbatches with a split backward on ``stage``, in the order of the second half."""
     row = schedule.ranks[schedule.placement[stage]]
     return tuple(m for s, kind, m in row if s == stage and kind is Kind.BACKWARD_WEIGHT)
 
 
-def _within(some: Sequence[str], plan: Sequence[str]) -> bool:
-    """Whether ``some`` occur in ``plan`` in their order."""
+def _occurs_in(some: Sequence[str], plan: Sequence[str]) -> bool:
+    """True if ``some`` occur in ``plan`` in their order."""
     rest = iter(plan)
     return all(operation in rest for operation in some)

@@ -1,4 +1,4 @@
-"""Tables of specimens: a line for each that there is, or that was tried, and how often each kind was named what."""
+"""Tables of specimens: a line for each known or tried one, and a count of planted and named kinds."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ IN_SIMULATION_COLUMNS = (
 
 
 def line(trial: Trial, width: int | None = None, *, columns: Sequence[Column] = COLUMNS) -> str:
-    """One line of the table of these columns."""
+    """Format one line of the table with these columns."""
     cells = {
         "specimen": trial.specimen,
         "schedule": trial.case.partition(" ")[0],
@@ -70,7 +70,7 @@ _LISTED = (
 
 
 def listing(names: Collection[str], *, width: int | None = None) -> str:
-    """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
+    """List each specimen in a line: name, family and classes, kind of cause, smallest case, summary, origin."""
     own = CATALOGUE.own
     every: list[Specimen | MixedFault] = [one for one in SPECIMENS.values() if one not in own]
     every += [*MIXED.values(), *ON_DEVICES.values(), *IN_SIMULATION.values(), *own]
@@ -109,7 +109,7 @@ def confusion(pairs: Iterable[tuple[str, str | None]], width: int | None = None)
 
 
 def totals(trials: Sequence[Trial], which: str) -> str:
-    """Caught, named right, located, unknown, wrong, and what a diagnosis took; ``which`` is "recorded" or "final"."""
+    """Count caught, correctly named, located, unknown, wrong, and time; ``which``: "recorded" or "final"."""
     found = [one for trial in trials if (one := getattr(trial, which)) is not None]
     text = f"{len(trials)} tried: {sum(trial.caught for trial in trials)} caught; {counts(found)}"
     took = [one.seconds for one in found if one.seconds]
@@ -125,12 +125,12 @@ def counts(found: Sequence[Named]) -> str:
         "wrong": sum(one.wrong for one in found),
     }
     shares = (f" ({100 * count / len(found):.1f} %)" if found else "" for count in numbers.values())
-    told = (f"{count} {what}{share}" for (what, count), share in zip(numbers.items(), shares, strict=True))
-    return f"of {len(found)} diagnosed {', '.join(told)}"
+    parts = (f"{count} {what}{share}" for (what, count), share in zip(numbers.items(), shares, strict=True))
+    return f"of {len(found)} diagnosed {', '.join(parts)}"
 
 
 def pairs_of(trials: Iterable[Trial], which: str) -> Iterator[tuple[str, str | None]]:
-    """The planted kind and the named one of every trial that was diagnosed so; one that will do counts as right."""
+    """Yield planted and named kinds for every diagnosed trial; acceptable kinds count as right."""
     for trial in trials:
         one: Named | None = getattr(trial, which)
         if one is not None:

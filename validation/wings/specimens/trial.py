@@ -1,4 +1,4 @@
-"""One planted fault tried in one case: is it caught, is it named as what was planted, is it located?
+"""One planted fault tried in one case: is it caught, correctly named, and located?
 
 Nothing here knows how a fault is found: a case with a specimen is judged and diagnosed like any other.
 """
@@ -10,10 +10,10 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.faults import unchanged
+from pipeproof.own.faults import pass_on
 from pipeproof.own.judgement import diagnose, judge
 from pipeproof.own.observe import observe
-from pipeproof.own.validator import crashed, explained, refused
+from pipeproof.own.validator import crash_verdict, explain_case, refusal_verdict
 from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedules import virtuals
@@ -25,10 +25,10 @@ from pipeproof.worlds.world import World
 
 @dataclass(frozen=True)
 class Named:
-    """What a diagnosis made of a planted fault. ``kind`` is that of its first cause, None where it names none.
+    """The diagnosis of a planted fault. ``kind``: its first cause's, or None.
 
-    ``right``: that is what was planted, or a kind that this evidence is not asked to tell from it; ``located``: the
-    place is too. ``seconds`` is what the diagnosis took.
+    ``right``: it matches the planted kind, or a kind alike on this evidence. ``located``: the place matches too.
+    ``seconds``: the time of the diagnosis.
     """
 
     kind: str | None
@@ -38,18 +38,17 @@ class Named:
 
     @property
     def wrong(self) -> bool:
-        """Whether it names something else, which is worse than to name nothing."""
+        """True if it names a wrong cause, which is worse than none."""
         return self.kind is not None and not self.right
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one specimen in one case.
+    """The result of one specimen in one case.
 
-    ``laws`` failed: the judge's, static ones, or "deadlock" and "crash" where ranks failed. ``recorded`` is the
-    diagnosis with boundary tensors, ``final`` the one from what a runtime hands back that nobody watched; None where
-    it was not asked for, or nothing ran that could be handed back. ``transport`` and ``seed`` are those of simulated
-    ranks: the first seed under which something was wrong, or the last that was tried.
+    ``laws`` failed: the judge's, static ones, or "deadlock" and "crash". ``recorded``: diagnosis with boundary tensors.
+    ``final``: diagnosis from an unobserved runtime's results; None if not asked for, or without a run to hand back.
+    ``transport`` and ``seed``: the simulated ranks', with the first seed that shows the fault, or the last.
     """
 
     specimen: str
@@ -65,7 +64,7 @@ class Trial:
 
     @property
     def caught(self) -> bool:
-        """Whether the law that must fail did."""
+        """True if the expected law failed."""
         return self.law in self.laws
 
     def as_dict(self) -> dict[str, object]:
@@ -74,7 +73,7 @@ class Trial:
 
 
 def case_for(specimen: Specimen, schedule: str, *, ranks: int = 4, microbatches: int = 8) -> Case:
-    """The case on ``schedule`` that has what ``specimen`` needs, where a schedule can have it at all."""
+    """Return the case on ``schedule`` that meets the needs of ``specimen``, if possible."""
     needs = specimen.needs
     model = needs.models[0] if needs.models else "gpt"
     case = needs.case(schedule, ranks, virtuals(schedule, looped=2), microbatches, model)
@@ -82,7 +81,7 @@ def case_for(specimen: Specimen, schedule: str, *, ranks: int = 4, microbatches:
 
 
 def smallest_of(specimen: Specimen) -> Case:
-    """The smallest case that shows ``specimen``, with it planted."""
+    """Return the smallest case that shows ``specimen``, with it planted."""
     return Case.parse(f"{specimen.smallest} specimen={specimen.name}")
 
 
@@ -99,7 +98,7 @@ def try_out(case: Case, world: World, *, record: bool = True) -> Trial:
 
 
 def search(case: Case, world: World, *, record: bool = True) -> Trial:
-    """Try it on simulated ranks under one of their seeds after the other, until something is wrong."""
+    """Try seeds on simulated ranks in order until one shows a fault."""
     seconds, trial = 0.0, None
     for _ in world.interleavings():
         trial = try_out(case, world, record=record)
@@ -112,18 +111,18 @@ def search(case: Case, world: World, *, record: bool = True) -> Trial:
     return replace(trial, seconds=seconds, transport=by.transport.value, seed=str(by.first))
 
 
-def named(specimen: Specimen, case: Case, verdict: Verdict, *, alike: bool, seconds: float) -> Named:
-    """How well ``verdict`` names what was planted. ``alike``: kinds that final gradients cannot tell apart will do."""
-    planted, found = specimen.cause(case), verdict.cause[0] if verdict.cause else None
+def compare_names(specimen: Specimen, case: Case, verdict: Verdict, *, alike: bool, seconds: float) -> Named:
+    """Compare ``verdict`` with the planted fault. ``alike``: accept kinds equal in final gradients."""
+    planted, found = specimen.cause(case), verdict.causes[0] if verdict.causes else None
     kinds = (planted.kind, *(specimen.fault.alike if alike else ()))
     if found is None:
         return Named(None, False, False, seconds)
     right = found.kind in kinds
-    return Named(found.kind, right, right and located(planted, found), seconds)
+    return Named(found.kind, right, right and is_located(planted, found), seconds)
 
 
-def located(planted: Cause, found: Cause) -> bool:
-    """Whether ``found`` says of place all that ``planted`` asks for."""
+def is_located(planted: Cause, found: Cause) -> bool:
+    """True if ``found`` gives every place required by ``planted``."""
     fields = ("rank", "stage", "microbatches", "parameter")
     return all(getattr(planted, field) in (None, (), getattr(found, field)) for field in fields)
 
@@ -132,33 +131,35 @@ _Outcome = tuple[tuple[str, ...], Named | None, Named | None]
 
 
 def _outcome(specimen: Specimen, case: Case, world: World, *, record: bool) -> _Outcome:
-    """The laws that failed, and the diagnoses."""
-    if specimen.reorder is not unchanged:
+    """Return the failed laws, and the diagnoses."""
+    if specimen.reorder is not pass_on:
         broken = tuple(violations(specimen.reorder(lower(case.built))))
         laws = tuple(dict.fromkeys(violation.law for violation in broken))
-        found = named(specimen, case, refused(case, broken), alike=False, seconds=0.0) if broken else None
+        found = (
+            compare_names(specimen, case, refusal_verdict(case, broken), alike=False, seconds=0.0) if broken else None
+        )
         return laws, found, None
     try:
         observed = observe(case, world)
     except RankFailed as failure:
-        verdict = crashed(case, failure)
-        found = named(specimen, case, verdict, alike=False, seconds=0.0)
-        return tuple(cause.kind for cause in verdict.cause), found, None
+        verdict = crash_verdict(case, failure)
+        found = compare_names(specimen, case, verdict, alike=False, seconds=0.0)
+        return tuple(cause.kind for cause in verdict.causes), found, None
     verdict = judge(case, observed)
     laws = tuple(law.name for law in verdict.laws if law.outcome == "fail")
-    if verdict.verdict != "fail":
+    if verdict.outcome != "fail":
         return laws, None, None
-    recorded = _recorded(specimen, case, world, observed, verdict) if record else None
+    recorded = _try_recorded(specimen, case, world, observed, verdict) if record else None
     return laws, recorded, _final(specimen, case, observed, verdict)
 
 
-def _recorded(specimen: Specimen, case: Case, world: World, observed: Observed, verdict: Verdict) -> Named:
+def _try_recorded(specimen: Specimen, case: Case, world: World, observed: Observed, verdict: Verdict) -> Named:
     began = perf_counter()
-    found = explained(case, world, observed, verdict)
-    return named(specimen, case, found, alike=False, seconds=perf_counter() - began)
+    found = explain_case(case, world, observed, verdict)
+    return compare_names(specimen, case, found, alike=False, seconds=perf_counter() - began)
 
 
 def _final(specimen: Specimen, case: Case, observed: Observed, verdict: Verdict) -> Named:
     began = perf_counter()
     found = diagnose(case, observed.final(), verdict)
-    return named(specimen, case, found, alike=True, seconds=perf_counter() - began)
+    return compare_names(specimen, case, found, alike=True, seconds=perf_counter() - began)

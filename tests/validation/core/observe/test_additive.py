@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.core.observe.additive import _drawn
+from pipeproof.core.observe.additive import _draw_factors
 from pipeproof.core.observe.digest import ROW
 from pipeproof.core.observe.shards import Shard
-from pipeproof.core.observe.sketch import added, brief
+from pipeproof.core.observe.sketch import add_sketches, brief
 
 SHAPES = [(), (7,), (100_000,), (16, 8), (300, 700), (3, 5, 20_000), (9, 4000, 2)]
 TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64]
@@ -28,12 +28,12 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(len(shape))
     for dtype in TYPES:
         whole = (10 * torch.randn(shape, generator=draw)).to(dtype)
-        due = brief(whole)
+        expected = brief(whole)
         places = [Shard(one, shape) for one in in_parts(whole, draw)]
-        found = added([brief(one.of(whole), at=one) for one in places], shape)
-        assert found.digest == due.digest, (dtype, places)
-        assert found.norm == pytest.approx(due.norm)
-        assert found.projections == pytest.approx(due.projections, abs=1e-9 * due.norm)
+        found = add_sketches([brief(one.of(whole), at=one) for one in places], shape)
+        assert found.digest == expected.digest, (dtype, places)
+        assert found.norm == pytest.approx(expected.norm)
+        assert found.projections == pytest.approx(expected.projections, abs=1e-9 * expected.norm)
 
 
 def payload(one: Tensor) -> None:
@@ -75,11 +75,11 @@ def test_what_differs_in_a_column_or_by_a_product_shows_in_most_projections() ->
     column, outer = torch.zeros(4096, 16), torch.randn(4096, 1) @ torch.randn(1, 16)
     column[:, 3] = torch.randn(4096)
     for change in (column, outer):
-        due = float(change.norm() / one.norm())
-        assert 0.3 <= brief(one + change).distance(brief(one)) / due <= 3.0
-        assert brief(one + change).usual_distance(brief(one)) > 0.1 * due
+        expected = float(change.norm() / one.norm())
+        assert 0.3 <= brief(one + change).distance(brief(one)) / expected <= 3.0
+        assert brief(one + change).usual_distance(brief(one)) > 0.1 * expected
 
 
 def test_tables_of_more_rows_begin_with_those_of_fewer() -> None:
-    assert torch.equal(_drawn(64, 9, 16)[:8], _drawn(8, 9, 16))
+    assert torch.equal(_draw_factors(64, 9, 16)[:8], _draw_factors(8, 9, 16))
     assert brief(torch.ones(ROW * 40)).digest != brief(torch.ones(ROW * 41)).digest

@@ -33,8 +33,8 @@ def test_hooks_of_the_module_come_after(hook: object) -> None:
     with watching() as watcher:
         watch(module)
         made = [module(given.clone().requires_grad_()) for _ in range(2)]
-        due = [sketch(one).digest for one in flows]
+        expected = [sketch(one).digest for one in flows]
         for k in (1, 0):
             torch.autograd.backward(made[k][::2], flows[2 * k : 2 * k + 2])
         calls = watcher.calls(module) or []
-    assert [call.output_gradients[n].digest for call in calls for n in (0, 1)] == due
+    assert [call.output_gradients[n].digest for call in calls for n in (0, 1)] == expected

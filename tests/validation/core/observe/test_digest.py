@@ -13,15 +13,15 @@ SIZES = (1, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 4 * ROW + 3, 2 * _AT_ONCE + 2 * R
 @pytest.mark.parametrize("size", SIZES)
 def test_each_bit_and_each_place_counts(size: int) -> None:
     one = torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).to(torch.uint8)
-    seen = {digest(one)}
+    observed = {digest(one)}
     places = {0, size // 2, size - 1, *range(0, size, max(1, size // 5))}
     for place in places:
         for bit in (0, 7):
             other = one.clone()
             other[place] ^= 1 << bit
-            seen.add(digest(other))
-    assert len(seen) == 1 + 2 * len(places)
-    assert digest(one.clone()) in seen
+            observed.add(digest(other))
+    assert len(observed) == 1 + 2 * len(places)
+    assert digest(one.clone()) in observed
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,7 +72,7 @@ def test_another_order_of_sums_makes_no_other() -> None:
 
 def test_where_tensors_are_made_by_default_does_not_matter() -> None:
     one = torch.randn(2 * ROW)
-    due = digest(one)
+    expected = digest(one)
     keys.cache_clear()
     with torch.device("meta"):
-        assert digest(one) == due
+        assert digest(one) == expected

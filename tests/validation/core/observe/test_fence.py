@@ -13,14 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeproof import StepResult, watch
 from pipeproof.core.observe.computed_in import ComputedIn
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.routes import RouteObserver
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.record import RecordError
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
-from pipeproof.wings.composed import Composed
+from pipeproof.whitebox import WhiteBox
+from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.collect import EarlyStep
 from tests.support.golden import golden
 
@@ -136,10 +137,10 @@ def validated(whitebox: WhiteBox, step: Step, **options: Any) -> Verdict:
 
 
 def unseen(verdict: Verdict) -> dict[str, str]:
-    """Why laws were not seen although something looked, by law; losses and gradients are right to the bit."""
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    """Why laws were not observed although something looked, by law; losses and gradients are right to the bit."""
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert [verdict.law(one).outcome for one in ("loss", "gradient")] == ["pass"] * 2
-    return {law.name: law.note for law in verdict.laws if law.outcome == "not seen" and "no rank" not in law.note}
+    return {law.name: law.note for law in verdict.laws if law.outcome == "not observed" and "no rank" not in law.note}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,8 @@ def unseen(verdict: Verdict) -> dict[str, str]:
         ("core.observe.watched.sketch", WATCHED),
         ("core.observe.watched.own_stack", WATCHED),
         ("core.observe.watching.is_inside_a_backward", WATCHED),
-        ("core.observe.watching.Flows.made", WATCHED),
-        ("core.observe.watching.held_whole", WATCHED),
+        ("core.observe.watching.Flows.note_made", WATCHED),
+        ("core.observe.watching.whole_here", WATCHED),
         ("core.observe.watching.backward_stack", WATCHED),
         ("core.observe.watching.trains", WATCHED),
         ("core.observe.calls.WrittenView.of", WATCHED),
@@ -159,27 +160,27 @@ def unseen(verdict: Verdict) -> dict[str, str]:
     ],
 )
 def test_an_exception_in_an_observer_leaves_the_step_as_it_is(
-    whitebox: WhiteBox, place: str, laws: tuple[str, ...]
+    whitebox_here: WhiteBox, place: str, laws: tuple[str, ...]
 ) -> None:
-    found = unseen(validated(whitebox, partial(with_planted, place=place)))
+    found = unseen(validated(whitebox_here, partial(with_planted, place=place)))
     assert {*found} == {*laws}
     assert all(PLANTED in note for note in found.values()), found
 
 
-def test_where_it_is_not_known_what_gradients_are_added_to_nothing_is_judged(whitebox: WhiteBox) -> None:
-    verdict = validated(whitebox, partial(with_planted, place="core.observe.initial_weights._left"))
-    assert verdict.verdict == "unknown"
+def test_where_it_is_not_known_what_gradients_are_added_to_nothing_is_judged(whitebox_here: WhiteBox) -> None:
+    verdict = validated(whitebox_here, partial(with_planted, place="core.observe.initial_weights._copy_left"))
+    assert verdict.outcome == "unknown"
     golden(verdict.headline)
 
 
 @pytest.mark.parametrize(
     "place",
-    ["core.observe.watched.sketch", "core.observe.watching.held_whole", "core.observe.own_losses._noted"],
+    ["core.observe.watched.sketch", "core.observe.watching.whole_here", "core.observe.own_losses._note"],
 )
-def test_a_stage_that_was_not_seen_is_not_run_again(whitebox: WhiteBox, place: str) -> None:
+def test_a_stage_that_was_not_seen_is_not_run_again(whitebox_here: WhiteBox, place: str) -> None:
     step = partial(with_planted_alone, place=place)
-    verdict = validated(whitebox, step, reference=Composed(mse), loss_fn=None)
-    assert verdict.verdict == "unknown", str(verdict)
+    verdict = validated(whitebox_here, step, reference=StageByStage(mse), loss_fn=None)
+    assert verdict.outcome == "unknown", str(verdict)
     assert PLANTED in verdict.details
 
 
@@ -229,7 +230,7 @@ def summed(model: nn.Module, microbatches: list[Any], differentiate: Callable[..
         loss, gradients = differentiate(objective, weights)
         losses.append(loss)
         total = {name: one / COUNT + total.get(name, 0.0) for name, one in gradients.items()}
-    return HandedBack([stage], losses, gradients=total)
+    return StepResult([stage], losses, gradients=total)
 
 
 def beside(model: nn.Module, microbatches: list[Any], *, trial: Callable[[nn.Module, Tensor], object]) -> Any:
@@ -265,8 +266,8 @@ def compiled(stage: nn.Module, x: Tensor) -> object:
 
 
 @pytest.mark.parametrize("step", [by_vjp, by_grad])
-def test_a_functional_step_is_judged_by_its_results(whitebox: WhiteBox, step: Step) -> None:
-    verdict = validated(whitebox, step)
+def test_a_functional_step_is_judged_by_its_results(whitebox_here: WhiteBox, step: Step) -> None:
+    verdict = validated(whitebox_here, step)
     found = unseen(verdict)
     assert [law for law in found if law in WATCHED] == [*WATCHED]
     assert all(UNSEEN in found[law] for law in WATCHED)

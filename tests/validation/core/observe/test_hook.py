@@ -11,7 +11,7 @@ from torch import nn
 from pipeproof.core.observe.computed_in import ComputedIn
 from pipeproof.core.observe.watching import Watcher
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
 
 
@@ -45,11 +45,11 @@ def nothing(*given: Any) -> None:
 
 def test_a_step_may_be_checked_twice_at_once() -> None:
     stages = layers(torch.tanh, torch.tanh)
-    by = Composed(MSE)
+    by = StageByStage(MSE)
     with check_step(dict(enumerate(stages)), DATA, against=by, rename="{}.{}".format) as outer:
         inner = checked(Job(stages))
         outer.gradients()
-    assert [inner.verdict, outer.verdict.verdict] == ["pass", "pass"], f"{inner}\n{outer.verdict}"
+    assert [inner.outcome, outer.verdict.outcome] == ["pass", "pass"], f"{inner}\n{outer.verdict}"
 
 
 def test_a_module_whose_types_are_noted_may_be_saved() -> None:

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.func import functional_call, vjp
+from torch.nn.modules import module
+from torch.optim import optimizer
 
+from pipeproof import watch
 from pipeproof.core.observe.initial_weights import FirstUse
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -33,8 +36,8 @@ def left(model: Any, microbatches: list[Any], *, ranks: tuple[int, ...]) -> Any:
 def test_what_was_there_before_the_step_is_known(whitebox: WhiteBox, replicas: list[int], rank: int) -> None:
     data, build, step = pairs(4, rows=6), partial(blocks, seed=3), partial(left, ranks=(rank,))
     verdict = whitebox.validate(step, reference=build, microbatches=data, ranks=replicas, loss_fn=loss_fn)
-    assert [(cause.kind, cause.rank) for cause in verdict.cause] == [("stale-gradient", rank)], str(verdict)
-    golden(verdict.cause[0].detail)
+    assert [(cause.kind, cause.rank) for cause in verdict.causes] == [("stale-gradient", rank)], str(verdict)
+    golden(verdict.causes[0].detail)
 
 
 def test_weights_are_those_that_a_module_was_called_with() -> None:
@@ -48,8 +51,23 @@ def test_weights_are_those_that_a_module_was_called_with() -> None:
         with FirstUse(()) as first_use:
             for _ in range(2):
                 call(module, others, (torch.ones(1, 2),))
-        seen = first_use.of(module.weight, module, "weight")
-        assert seen is not None
-        assert seen.value is not None
-        assert torch.equal(seen.value, others["weight"])
+        observed = first_use.of(module.weight, module, "weight")
+        assert observed is not None
+        assert observed.value is not None
+        assert torch.equal(observed.value, others["weight"])
         assert not first_use.weights.broken
+
+
+def test_no_hook_is_left_behind() -> None:
+    def hooks() -> list[int]:
+        everywhere = (
+            module._global_forward_pre_hooks,
+            module._global_forward_hooks,
+            optimizer._global_optimizer_post_hooks,
+        )
+        return [*map(len, everywhere)]
+
+    before = hooks()
+    with FirstUse(()):
+        assert all(now > then for now, then in zip(hooks(), before, strict=True))
+    assert hooks() == before

@@ -32,6 +32,11 @@ SEEN = Observed(
 )
 
 
+def test_what_was_not_compared_is_counted_over_all_ranks() -> None:
+    ranks = tuple((rank((), "0F0", uncompared=count),) for count in (1, 2))
+    assert Observed(SEEN.schedule, ranks).count_uncompared(0) == 3
+
+
 def test_losses_are_those_of_the_last_stage() -> None:
     assert SEEN.losses(0)[0] == 1.0
     assert math.isnan(SEEN.losses(0)[1])

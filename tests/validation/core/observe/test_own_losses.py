@@ -13,7 +13,7 @@ from pipeproof.core.observe.own_losses import OwnLoss
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.chain import place_of
 from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.worlds.worker import RankContext
@@ -133,7 +133,7 @@ def verdict_of(
     stages = [Balanced() if k == at else Layer() for k in range(3)]
     for stage in stages if wrap else ():
         wrap(stage)
-    with check_step(dict(enumerate(stages)), data, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), data, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for x, target in data:
             given, gave = [x], [stages[0](x)]
             for stage in stages[1:]:
@@ -153,7 +153,7 @@ def verdict_of(
 @pytest.mark.parametrize("back", [usual, multiplied, weights_later, by_hand, step_by_step])
 def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
     verdict = verdict_of(back)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_a_backward_by_what_a_stage_gave_is_judged(back: Back) -> None:
 )
 def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
     verdict = verdict_of(back)
-    assert verdict.verdict == "unknown", str(verdict)
-    assert not verdict.cause
+    assert verdict.outcome == "unknown", str(verdict)
+    assert not verdict.causes
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
     golden(verdict.law("boundaries").note)
     assert "0.layer" not in verdict.details, "the other stages are judged all the same"
@@ -182,7 +182,7 @@ def test_what_a_loss_of_its_own_adds_is_not_known(back: Back) -> None:
 
 def test_a_fault_of_another_stage_is_told_all_the_same() -> None:
     verdict = verdict_of(after, times=2.0)
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     assert {one.parameter for one in verdict.mismatches} == {"0.layer.weight"}
 
 
@@ -192,7 +192,7 @@ def of_all_weights(stages: Sequence[nn.Module]) -> Any:
 
 def test_a_loss_that_punishes_weights_is_one_of_each_stage() -> None:
     verdict = verdict_of(usual, last=of_all_weights)
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
     golden(verdict.law("boundaries").note)
 
@@ -213,14 +213,14 @@ def test_a_loss_of_the_head_explains_no_loss_that_comes_to_other_weights(balance
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return MSE(stages[1].head(output), target)
 
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(loss_fn), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(loss_fn), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
             (loss_fn(stages[1](given), target) * PART + (stages[1].balance if balanced else 0.0)).backward()
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.verdict == ("unknown" if balanced else "pass"), str(check.verdict)
+    assert check.verdict.outcome == ("unknown" if balanced else "pass"), str(check.verdict)
 
 
 @pytest.mark.parametrize(("creates", "found"), [(False, "pass"), (True, "unknown")])
@@ -228,7 +228,7 @@ def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates:
     """As for a map of what matters, or for a loss that punishes it: it is added to no weight's."""
     torch.manual_seed(0)
     stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates:
             (loss + flow.square().mean() if creates else loss).backward()
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.verdict == found, str(check.verdict)
+    assert check.verdict.outcome == found, str(check.verdict)
 
 
 def both(output: Tensor, target: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def test_gradients_of_what_it_gave_that_are_weighed_first_do_not_flow() -> None:
     """As where a step has several tasks, and looks at the gradient of each."""
     torch.manual_seed(0)
     stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(both), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(both), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
@@ -259,7 +259,7 @@ def test_gradients_of_what_it_gave_that_are_weighed_first_do_not_flow() -> None:
             output.backward(first + second)
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.verdict == "pass", str(check.verdict)
+    assert check.verdict.outcome == "pass", str(check.verdict)
 
 
 def slope(layer: nn.Module, x: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def slope(layer: nn.Module, x: Tensor) -> Tensor:
 def test_a_stage_that_asks_for_gradients_is_judged(inside: Any) -> None:
     stages = [Layer(), Slope(inside), Layer()]
     verdict = checked(Job(stages))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 def measured(layer: nn.Module, x: Tensor) -> float:
@@ -291,7 +291,7 @@ def adding(layer: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_stage_that_adds_gradients_in_its_forward_is_not_known() -> None:
     verdict = checked(Job([Layer(), Slope(adding), Layer()]))
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
 
 
 class Slope(Layer):
@@ -310,14 +310,14 @@ def in_shards(context: RankContext) -> Verdict:
 
 def test_it_is_known_of_a_stage_in_shards_which_computes_with_other_weights() -> None:
     verdict = SimulatedWorld().run(in_shards, ranks=2)[0]
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons
     golden(verdict.law("boundaries").note)
 
 
 def test_backwards_by_several_outputs_are_one() -> None:
     stages = [Layer(), Giving(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
@@ -328,7 +328,7 @@ def test_backwards_by_several_outputs_are_one() -> None:
             balance.backward()
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.verdict == "unknown", "nobody told of that loss, and all the rest is right"
+    assert check.verdict.outcome == "unknown", "nobody told of that loss, and all the rest is right"
     assert Reason.WIRING in check.verdict.law("boundaries").reasons
     assert check.verdict.law("boundaries").left_out == (place_of((1, 1)),)
 
@@ -350,29 +350,29 @@ class Counting:
 def test_whoever_takes_the_engines_place_meanwhile_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENGINE, "_execution_engine", ENGINE._execution_engine)
     stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format):
         other = Counting(ENGINE._execution_engine)
         ENGINE._execution_engine = other
     assert ENGINE._execution_engine is other, "it is not ours to take away"
-    assert verdict_of(after).verdict == "unknown"
+    assert verdict_of(after).outcome == "unknown"
     assert other.ran == len(DATA) * (4 + 4), "of each of three stages and one loss, and of each again"
     assert ENGINE._execution_engine is other
 
 
 def test_torchs_engine_is_back_after_a_check_however_that_ends() -> None:
     before = ENGINE._execution_engine
-    with pytest.raises(KeyError), check_step(Layer(), DATA, against=Composed(MSE)):  # noqa: PT012
+    with pytest.raises(KeyError), check_step(Layer(), DATA, against=StageByStage(MSE)):  # noqa: PT012
         assert type(ENGINE._execution_engine).__module__ == OwnLoss.__module__
         raise KeyError
     assert ENGINE._execution_engine is before
 
 
 def checked_there(context: RankContext) -> str:
-    return verdict_of(after).verdict
+    return verdict_of(after).outcome
 
 
 def test_simulated_ranks_inside_a_check_have_none_that_is_open() -> None:
     stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format):
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format):
         found = SimulatedWorld().run(checked_there, ranks=1)
     assert found == ["unknown"]

@@ -24,20 +24,20 @@ def messages(context: RankContext) -> list[Any]:
     tensors, said, own = [torch.zeros(1) for _ in range(3)], list[Any](), get_ident()
 
     def look() -> None:
-        while posted.awaited(own) is None:
+        while posted.find_awaited(own) is None:
             sleep(0.01)
-        said.extend([posted.awaited(own), posted.progress()])
+        said.extend([posted.find_awaited(own), posted.progress()])
         dist.send(torch.ones(1), 1)
 
-    with posted.noted_messages():
+    with posted.note_messages():
         if context.rank == 0:
             works = [dist.isend(tensors[0], 1), dist.irecv(tensors[1], 2), dist.irecv(tensors[2], 1)]
-            said.append(posted.awaited(own))
+            said.append(posted.find_awaited(own))
             works[1].wait()
             posted.did("backward", 3, "its stage")
             Thread(target=look, daemon=True).start()
             works[2].wait()
-            return [*said, posted.awaited(own)]
+            return [*said, posted.find_awaited(own)]
         if context.rank == 1:
             for tensor in tensors[:2]:
                 dist.recv(tensor, 0)
@@ -61,7 +61,7 @@ def refused(context: RankContext, places: list[str]) -> list[str]:
     own, said = dist.ProcessGroup.send, []
     dist.ProcessGroup.send = send  # type: ignore[method-assign, assignment]
     try:
-        with posted.noted_messages():
+        with posted.note_messages():
             for place in places:
                 message: Any = SimpleNamespace(device=torch.device(place), any=bool)
                 with pytest.raises(RuntimeError) as raised:
@@ -72,6 +72,7 @@ def refused(context: RankContext, places: list[str]) -> list[str]:
     return said
 
 
+@pytest.mark.sweep
 def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World) -> None:
     ((on_the_host, on_a_device),) = world.run(refused, ["cpu", "cuda:0"], ranks=1)
     assert on_the_host == "writev: Bad address"
@@ -81,12 +82,13 @@ def test_gloo_reads_no_devices_memory_and_the_cure_is_told(world: World) -> None
 def afterwards(context: RankContext) -> float:
     """A message once nobody notes any more."""
     tensor = torch.full((1,), float(context.rank))
-    with posted.noted_messages():
+    with posted.note_messages():
         pass
     _ = dist.send(tensor, 1) if context.rank == 0 else dist.recv(tensor, 0)
     return tensor.item()
 
 
+@pytest.mark.sweep
 def test_a_group_is_left_as_it_was(world: World) -> None:
     assert world.run(afterwards, ranks=2) == [0.0, 0.0]
 
@@ -100,7 +102,7 @@ class Posted:
 
 def one_too_few(context: RankContext) -> None:
     """Rank 1 waits for a second message, and rank 0 sends one."""
-    with posted.noted_messages():
+    with posted.note_messages():
         for _ in range(1 + context.rank):
             dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)
 
@@ -119,7 +121,7 @@ def in_groups(context: RankContext, *, inside: bool) -> None:
     """Of two groups the first ranks stand in a call that the others do not come to, with a send that is out."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own, tensors = groups[context.rank // 2], [torch.zeros(1) for _ in range(2)]
-    with posted.noted_messages():
+    with posted.note_messages():
         if context.rank % 2 == 0:
             work = dist.isend(tensors[0], context.rank ^ 2)
             dist.recv(tensors[1], context.rank ^ 2)
@@ -158,7 +160,7 @@ def test_each_slice_of_one_buffer_was_received_where_it_was(monkeypatch: pytest.
     receive, buffer, group = posted._noting("recv", lambda *_: Posted()), torch.zeros(3, 4), Group()
     receive(group, [buffer[0]], 1)
     receive(group, [buffer[1]], 1)
-    first, second, none, both = (posted.received_at(one) for one in (buffer[0, 1:], buffer[1], buffer[2], buffer))
+    first, second, none, both = (posted.find_received(one) for one in (buffer[0, 1:], buffer[1], buffer[2], buffer))
     assert first is not None
     assert second is not None
     texts = [came.received[0].text for came in (first, second)]
@@ -166,26 +168,26 @@ def test_each_slice_of_one_buffer_was_received_where_it_was(monkeypatch: pytest.
     assert none is None
     assert both == second
     receive(group, [buffer[:2]], 1)
-    assert posted.received_at(buffer[0]) == posted.received_at(buffer[1]) != first
-    assert posted.received_at(torch.zeros(0)) is None
+    assert posted.find_received(buffer[0]) == posted.find_received(buffer[1]) != first
+    assert posted.find_received(torch.zeros(0)) is None
 
 
 def messages_of_two(context: RankContext) -> Any:
     """What rank 0 sent, and what rank 1 received: in order of posting, and of another tag in between."""
-    with posted.noted_messages():
+    with posted.note_messages():
         if context.rank == 0:
             tensors = [torch.full((1,), float(value)) for value in (1, 2, 0)]
             works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]
-            return [work.wait() for work in works] and posted.sent_messages()
+            return [work.wait() for work in works] and posted.list_sent()
         tensors = [torch.zeros(1) for _ in range(3)]
         for tensor, tag in zip(tensors, (0, 0, 5), strict=True):
             dist.recv(tensor, 0, tag=tag)
-        return [(tensor.item(), posted.received_at(tensor)) for tensor in tensors]
+        return [(tensor.item(), posted.find_received(tensor)) for tensor in tensors]
 
 
 def test_a_message_is_known_again_where_it_was_sent(world: World) -> None:
     sent, received = world.run(messages_of_two, ranks=2)
-    joined = {value: came.joined(sent) for value, came in received}
+    joined = {value: came.join(sent) for value, came in received}
     numbers = {value: (came.message.sender, came.message.tag, came.message.number) for value, came in joined.items()}
     assert numbers == {1.0: (0, 0, 1), 0.0: (0, 0, 2), 2.0: (0, 5, 1)}
     assert [came.sent.empty for came in joined.values()] == [value == 0.0 for value in joined]
@@ -194,19 +196,19 @@ def test_a_message_is_known_again_where_it_was_sent(world: World) -> None:
 
 def from_any(context: RankContext) -> Any:
     """A message from any rank, and one after it that may be any then."""
-    with posted.noted_messages():
+    with posted.note_messages():
         if context.rank == 0:
             return [dist.send(torch.ones(1), 1) for _ in range(2)]
         tensors = [torch.zeros(1) for _ in range(2)]
         for tensor, source in zip(tensors, (None, 0), strict=True):
             dist.recv(tensor, source)
-        return [posted.received_at(tensor) for tensor in tensors]
+        return [posted.find_received(tensor) for tensor in tensors]
 
 
 def test_behind_a_message_from_any_rank_nobody_counts(world: World) -> None:
     _, received = world.run(from_any, ranks=2)
     assert [came.message for came in received] == [None, None]
-    assert all(came.received and not came.joined({}).sent for came in received)
+    assert all(came.received and not came.join({}).sent for came in received)
 
 
 def stack_of_rank(_: RankContext) -> list[str]:
@@ -219,7 +221,7 @@ def test_a_ranks_stack_begins_in_code_that_somebody_wrote(world: World) -> None:
 
 def test_what_was_done_while_nothing_was_noted_is_not_said_of_a_later_job() -> None:
     posted.did("backward", 3, "its stage")
-    with posted.noted_messages():
+    with posted.note_messages():
         assert posted.progress() == ""
         posted.did("forward", 1, "its stage")
         golden(posted.progress())

@@ -83,7 +83,7 @@ class Doubles(AroundStage):
 
 def test_every_boundary_is_kept_as_it_was() -> None:
     one, recorder = schedule(), Recorder()
-    step(one.wrapped(recorder.wrap))
+    step(one.wrap(recorder.wrap))
     recording = recorder.take()
     for m, x in enumerate(inputs()):
         for where, factor in ((GIVEN, 1), (USED, 1), (KEPT, 1), (MADE, 2), (OUTPUT, 2)):
@@ -99,14 +99,14 @@ def test_every_boundary_is_kept_as_it_was() -> None:
 
 def test_a_gradient_kept_for_the_second_half_is_seen_again() -> None:
     recorder = Recorder()
-    step(schedule("zb-v").wrapped(recorder.wrap))
+    step(schedule("zb-v").wrap(recorder.wrap))
     recording = recorder.take()
     assert at(recording, 0, 0, LATE) == at(recording, 0, 0, RECEIVED) == [[2.0, 2.0]] * 2
 
 
 def test_what_is_written_past_torchs_count_shows_where_it_is_read_next() -> None:
     recorder = Recorder()
-    step(schedule().wrapped(partial(on_first, Overwrites)).wrapped(recorder.wrap))
+    step(schedule().wrap(partial(on_first, Overwrites)).wrap(recorder.wrap))
     recording = recorder.take()
     last = MICROBATCHES - 1
     assert at(recording, 0, last, GIVEN) == at(recording, 0, last, USED) == inputs()[last].tolist()
@@ -115,7 +115,7 @@ def test_what_is_written_past_torchs_count_shows_where_it_is_read_next() -> None
 
 def test_a_module_is_watched_only_while_its_recording_is_under_way() -> None:
     one, recorder = schedule(), Recorder()
-    watched = one.wrapped(recorder.wrap)
+    watched = one.wrap(recorder.wrap)
     step(watched)
     step(watched)
     taken = recorder.take()

@@ -30,7 +30,7 @@ def run(model: nn.Module, x: Tensor) -> Tensor:
 def test_routers_are_named_and_what_is_computed_again_counts_once() -> None:
     model, x = nn.Sequential(Block(), Block()), torch.randn(3, 2)
     plain, routing = run(model, x), RouteObserver(("[01]",), model)
-    with routing.opened():
+    with routing.open():
         assert torch.equal(run(model, x), plain), "nothing is another for it"
     routes = routing.of(model)
     assert {name: len(every) for name, every in routes.items()} == {"0": 2, "1": 2}
@@ -45,10 +45,10 @@ def test_a_router_may_have_its_name_in_the_model_alone_or_be_the_whole_stage() -
     model = nn.ModuleDict({"moe": Block()})
     for given in (model, None):
         routing = RouteObserver(("moe",), given)
-        with routing.opened():
+        with routing.open():
             model["moe"](torch.randn(3, 2))
         assert {name: len(every) for name, every in routing.of(model["moe"]).items()} == {"": 1}
     routing = RouteObserver((), model)
-    with routing.opened():
+    with routing.open():
         model["moe"](torch.randn(3, 2))
     assert not routing.of(model), "nobody asked"

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.core.observe.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
+from pipeproof import StepResult, watch
+from pipeproof.core.observe.shards import Shard, ShardError, find_untiled, join_shards, shard_at, shard_of
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import FlatShard, HandedBack, WhiteBox, watch
+from pipeproof.whitebox import FlatShard, WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 
@@ -117,11 +118,11 @@ def test_a_plain_tensor_is_no_part() -> None:
 def test_a_sum_that_was_not_formed_is_put_together() -> None:
     parts = [placed((2,), (Replicate(), Placement(partial=True)), (copy, own)) for copy in (0, 1) for own in (0, 1)]
     assert [part.addend for part in parts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    whole = gathered([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
+    whole = join_shards([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
     assert whole is not None
     assert whole.tolist() == [3.0, 30.0], "each addend once, whoever has copies of it"
-    assert untiled(parts) == ""
-    golden(untiled(parts[:1]))
+    assert find_untiled(parts) == ""
+    golden(find_untiled(parts[:1]))
 
 
 def test_another_reduction_than_a_sum_is_refused() -> None:
@@ -132,7 +133,7 @@ def test_another_reduction_than_a_sum_is_refused() -> None:
 def test_parts_of_two_replicas_are_one_part() -> None:
     one, two = (Shard(((0, 2),), (4,), peers=peers) for peers in ((0, 1), (2, 3)))
     assert one == two
-    assert untiled([one, two, Shard(((2, 4),), (4,), peers=(0, 1))]) == ""
+    assert find_untiled([one, two, Shard(((2, 4),), (4,), peers=(0, 1))]) == ""
 
 
 def test_a_placement_that_nobody_knows_is_refused() -> None:
@@ -176,17 +177,17 @@ def test_pieces_are_put_together_with_those_of_others() -> None:
     ranks = [[slice(0, 1), slice(2, 3), slice(4, 5)], [slice(1, 2), slice(3, 4), slice(5, 6)]]
     parts = [torch.cat([whole[one] for one in rows]) for rows in ranks]
     lying = [(shard_at(rows, part), part) for rows, part in zip(ranks, parts, strict=True)]
-    assert untiled([shard for shard, _ in lying]) == ""
-    made = gathered(lying)
+    assert find_untiled([shard for shard, _ in lying]) == ""
+    made = join_shards(lying)
     assert made is not None
     assert torch.equal(made, whole)
-    golden(untiled([lying[0][0]]))
-    golden(untiled([lying[0][0], shard_at(slice(0, 3), whole[:3])]))
+    golden(find_untiled([lying[0][0]]))
+    golden(find_untiled([lying[0][0], shard_at(slice(0, 3), whole[:3])]))
 
 
 def test_of_equal_parts_the_first_is_put_together() -> None:
     shards = [shard_at(slice(0, 2), torch.zeros(2)), shard_at(slice(2, 4), torch.zeros(2))]
-    made = gathered([(shards[0], torch.ones(2)), (shards[1], torch.ones(2)), (shards[1], torch.zeros(2))])
+    made = join_shards([(shards[0], torch.ones(2)), (shards[1], torch.ones(2)), (shards[1], torch.zeros(2))])
     assert made is not None
     assert made.tolist() == [1, 1, 1, 1]
 
@@ -211,18 +212,18 @@ def test_an_index_that_does_not_fit(index: Any, sentence: str) -> None:
 def test_parts_put_together() -> None:
     whole = torch.arange(6.0).view(3, 2)
     upper, lower = Shard(((0, 1), (0, 2))), Shard(((1, 3), (0, 2)))
-    made = gathered([(lower, whole[1:]), (upper, whole[:1])])
+    made = join_shards([(lower, whole[1:]), (upper, whole[:1])])
     assert made is not None
     assert torch.equal(made, whole)
-    assert gathered([(upper, None), (lower, None)]) is None
-    assert untiled([upper, lower, upper]) == ""
+    assert join_shards([(upper, None), (lower, None)]) is None
+    assert find_untiled([upper, lower, upper]) == ""
 
 
 def test_parts_that_are_no_whole() -> None:
     part, other = Shard(((0, 2), (0, 2))), Shard(((1, 3), (0, 2)))
-    golden(untiled([part, other]))
-    golden(untiled([Shard(((0, 1), (0, 2)), (3, 2))]))
-    golden(untiled([part, Shard(((2, 3),))]))
+    golden(find_untiled([part, other]))
+    golden(find_untiled([Shard(((0, 1), (0, 2)), (3, 2))]))
+    golden(find_untiled([part, Shard(((2, 3),))]))
 
 
 # Flat parts of a bucket, of a real step: each rank has the reduced gradient of its own part alone.
@@ -306,7 +307,7 @@ def judged(
         made = change(bucketed(stage, groups[own], cut=cut, over=over))
         if named:
             return {name: made.get(p) for name, p in model.named_parameters()}, losses
-        return HandedBack(stage, losses, gradients=made)
+        return StepResult(stage, losses, gradients=made)
 
     of = [replica for replica in range(2) for _ in range(stages)]
     return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=of, loss_fn=loss_fn)
@@ -315,16 +316,17 @@ def judged(
 @pytest.mark.parametrize("cut", [28, 20, 41, 0])
 def test_flat_shards_that_straddle_parameters_or_none_are_right(whitebox: WhiteBox, cut: int) -> None:
     verdict = judged(whitebox, cut=cut)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("shards").checked == 7, "the frozen bias has none"
     assert verdict.law("boundaries").checked, "modules were handed back beside gradients, so they were watched"
     assert verdict.law("initial-weights").checked == 16, "on both ranks"
 
 
+@pytest.mark.sweep
 def test_flat_shards_in_a_pipeline_and_by_name(whitebox: WhiteBox) -> None:
-    assert judged(whitebox, stages=2, cut=27).verdict == "pass"
+    assert judged(whitebox, stages=2, cut=27).outcome == "pass"
     verdict = judged(whitebox, named=True)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 def shifted(made: Made) -> Made:
@@ -342,33 +344,36 @@ def exchanged(made: Made) -> Made:
 
 def test_flat_shards_in_each_other_s_place(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, change=exchanged)
-    assert {(cause.kind, cause.parameter) for cause in verdict.cause} == {("misplaced", "1.weight")}, str(verdict)
+    assert {(cause.kind, cause.parameter) for cause in verdict.causes} == {("misplaced", "1.weight")}, str(verdict)
 
 
 def test_a_flat_shard_in_the_wrong_place(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, change=shifted)
     assert verdict.law("shards").outcome == "fail"
-    assert verdict.mismatches[0].seen.endswith("overlap"), str(verdict)
+    assert verdict.mismatches[0].observed_text.endswith("overlap"), str(verdict)
 
 
 def test_a_flat_shard_that_is_not_there(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, change=lambda made: made if dist.get_rank() else {})
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.law("shards").outcome == "fail", str(verdict)
 
 
+@pytest.mark.sweep
 def test_a_replica_with_flat_shards_that_began_with_other_weights(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, begun=lambda model: model[0].weight.data.mul_(1.0 + dist.get_rank()))
     assert verdict.law("initial-weights").outcome == "fail"
     assert {(one.rank, one.parameter) for one in verdict.mismatches} == {(1, "0.weight")}
 
 
+@pytest.mark.sweep
 def test_flat_shards_that_were_not_reduced(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, over=None)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.stage) == ("not-reduced", 0), str(verdict)
 
 
+@pytest.mark.sweep
 def test_flat_shards_of_a_sum_in_place_of_a_mean(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, over=1)
-    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 2.0)], str(verdict)
+    assert [(cause.kind, cause.factor) for cause in verdict.causes] == [("scale", 2.0)], str(verdict)

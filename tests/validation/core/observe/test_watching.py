@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
+from pipeproof import StepResult, watch
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.observe.watching import Watcher, watching
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.whitebox import WhiteBox, torch_pipelining
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
@@ -60,14 +61,15 @@ def one_leaf(model: nn.Sequential, microbatches: list[Any], *, twice: int | None
 
 def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, one_leaf)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     assert verdict.law("boundaries").exact == verdict.law("boundaries").checked
 
 
+@pytest.mark.sweep
 def test_a_backward_that_runs_twice_is_seen_at_such_a_leaf(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: one_leaf(model, microbatches, twice=2))
-    assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.cause[:1]] == [("doubled", 1, 1, (2,))], verdict
-    own = verdict.cause[0].lines[0]
+    assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.causes[:1]] == [("doubled", 1, 1, (2,))], verdict
+    own = verdict.causes[0].lines[0]
     assert (own.what, own.line.function) == ("1B2", "one_leaf")
     assert own.line.text.startswith("(loss / COUNT).backward(retain_graph=True)")
 
@@ -130,11 +132,11 @@ def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox
     step = partial(compiled, itself=itself)
     verdict = passes(whitebox.validate(step, reference=blocks, microbatches=data(), ranks=1, loss_fn=loss_fn))
     law = verdict.law("boundaries")
-    assert law.outcome == ("not seen" if itself else "pass")
+    assert law.outcome == ("not observed" if itself else "pass")
     golden(law.note)
 
 
-def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:
+def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> StepResult:
     """Half of the microbatches in each of two steps of one schedule, whose stages keep what they receive into."""
     rank = dist.get_rank()
     stage = pipelining.PipelineStage(model[2 * rank : 2 * rank + 2], rank, 2, torch.device("cpu"))
@@ -147,7 +149,7 @@ def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = 
     )
     steps = [torch_pipelining.step(schedule, half) for half in (microbatches[:2], microbatches[2:])]
     losses = [float(loss) * COUNT for one in steps for loss in one.losses or ()]
-    return HandedBack(steps[0].modules, losses or None)
+    return StepResult(steps[0].modules, losses or None)
 
 
 def test_calls_of_two_threads_keep_their_own_inputs() -> None:
@@ -170,20 +172,22 @@ def test_calls_of_two_threads_keep_their_own_inputs() -> None:
         thread.start()
         one.wait(10)
     threads[1].join(10)
-    seen = [(watcher.calls(stage) or [])[0].inputs[0].digest for stage in stages]
-    assert seen == [sketch(x).digest for x in inputs]
+    observed = [(watcher.calls(stage) or [])[0].inputs[0].digest for stage in stages]
+    assert observed == [sketch(x).digest for x in inputs]
 
 
+@pytest.mark.sweep
 def test_two_steps_of_one_schedule_of_torchs_pass(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, two_steps)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     assert verdict.law("microbatches").outcome == "pass"
 
 
+@pytest.mark.sweep
 def test_two_steps_that_each_divide_by_their_own_count_are_twice_as_large(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: two_steps(model, microbatches, divides=False))
-    assert verdict.verdict == "fail", verdict
-    assert [(cause.kind, cause.factor) for cause in verdict.cause[:1]] == [("scale", pytest.approx(2.0))], verdict
+    assert verdict.outcome == "fail", verdict
+    assert [(cause.kind, cause.factor) for cause in verdict.causes[:1]] == [("scale", pytest.approx(2.0))], verdict
 
 
 class Carrying(nn.Module):
@@ -200,15 +204,15 @@ class Carrying(nn.Module):
 def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> None:
     watcher, stage, kept = Watcher(), Carrying(), torch.randn(4, WIDTH, requires_grad=True)
     watcher.watch(stage)
-    leaf, due = torch.empty(4, WIDTH, requires_grad=True), []
+    leaf, expected = torch.empty(4, WIDTH, requires_grad=True), []
     for x, target in data():
         leaf.data.copy_(x)
         outputs, gradients = stage(leaf, kept), (target, target * 2)
         torch.autograd.backward(outputs, gradients)
-        due.append((sketch(target), sketch(target * 2)))
+        expected.append((sketch(target), sketch(target * 2)))
     found: list[Call] | None = watcher.calls(stage)
     assert found is not None
-    assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
+    assert [call.output_gradients[0] for call in found] == [first for first, _ in expected]
     assert [(call.began, call.backwards) for call in found] == [(0, [2]), (3, [5]), (6, [8]), (9, [11])]
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
 
@@ -278,7 +282,7 @@ def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = No
 
 def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, fed)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     golden(verdict.law("boundaries").note)
     wrong = judged(whitebox, lambda model, microbatches: fed(model, microbatches, wrong=2))
     assert wrong.mismatches[0].law == "boundaries"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from tests.support.pipeline_here import MSE, Layer
 
 DATA = [
@@ -39,7 +39,7 @@ def verdict_of(
     torch.manual_seed(0)
     stages = [Layer(as_it_is), Layer(then)]
     data: list[tuple[Any, Any]] = [(x.flatten(0, 1), y.flatten(0, 1)) for x, y in DATA] if flat else DATA
-    with check_step(dict(enumerate(stages)), data, against=Composed(cooled), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), data, against=StageByStage(cooled), rename="{}.{}".format) as check:
         for x, target in data:
             gave = stages[0](x)
             gave.mul_(2.0).mul_(0.5)
@@ -57,7 +57,7 @@ def verdict_of(
 @pytest.mark.parametrize("flat", [False, True])
 def test_gradients_come_by_what_it_is_a_view_of(then: Callable[[Tensor], Tensor], flat: bool) -> None:
     verdict = verdict_of(then, flat=flat)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 class Halves(Layer):
@@ -77,7 +77,7 @@ def test_each_view_of_one_tensor_gets_its_own() -> None:
     """Who writes to one of them takes both out of the graph."""
     torch.manual_seed(0)
     stages = [Layer(), Halves(), Joined()]
-    with check_step(dict(enumerate(stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
@@ -88,11 +88,11 @@ def test_each_view_of_one_tensor_gets_its_own() -> None:
             torch.autograd.backward(halves, [one.grad for one in received])
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.verdict == "pass", str(check.verdict)
+    assert check.verdict.outcome == "pass", str(check.verdict)
 
 
 @pytest.mark.parametrize(("times", "backwards", "cause"), [(2.0, 1, "scale"), (1.0, 2, "doubled")])
 def test_a_fault_there_is_told(times: float, backwards: int, cause: str) -> None:
     verdict = verdict_of(as_it_is, times=times, backwards=backwards)
-    assert verdict.verdict == "fail", str(verdict)
-    assert verdict.cause[0].kind == cause, str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
+    assert verdict.causes[0].kind == cause, str(verdict)

@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def first_again(model: Any, microbatches: list[Any], *, times: int = 2, factor: float = 1.0) -> Any:
@@ -36,7 +43,6 @@ def all_again(model: Any, microbatches: list[Any]) -> Any:
     return stages, losses[::2]
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("step", "kind", "stage"),
     [
@@ -49,7 +55,7 @@ def test_backwards_that_ran_again_are_told_from_a_factor(
     whitebox: WhiteBox, step: Any, kind: str, stage: int | None
 ) -> None:
     verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.factor) == (kind, stage, 2.0)
     golden(cause.detail)
 

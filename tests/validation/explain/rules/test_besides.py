@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, blocks, loss_fn, pairs
 
@@ -43,19 +44,18 @@ def skipping(model: Any, microbatches: list[Any], *, before: Spoil = nothing, af
 def told(whitebox: WhiteBox, **spoil: Spoil) -> Verdict:
     step = partial(skipping, **spoil)
     verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(COUNT), ranks=1, loss_fn=loss_fn)
-    first = verdict.cause[0]
+    first = verdict.causes[0]
     assert (first.kind, first.stage, first.microbatches) == ("dropped", 0, (SKIPPED,)), verdict
     golden(first.detail)
     return verdict
 
 
 def kinds(verdict: Verdict) -> list[tuple[str, int | None, str | None]]:
-    return [(one.kind, one.stage, one.parameter) for one in verdict.cause[1:]]
+    return [(one.kind, one.stage, one.parameter) for one in verdict.causes[1:]]
 
 
-@pytest.mark.pipeproof_ranks
-def test_a_backward_that_did_not_run_gives_all_that_is_wrong(whitebox: WhiteBox) -> None:
-    verdict = told(whitebox)
+def test_a_backward_that_did_not_run_gives_all_that_is_wrong(whitebox_here: WhiteBox) -> None:
+    verdict = told(whitebox_here)
     assert (kinds(verdict), verdict.undecided) == ([], ())
 
 
@@ -71,7 +71,6 @@ def zeroed(first: nn.Module, second: nn.Module) -> None:
     grad.zero_()
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("after", "found"),
     [
@@ -82,30 +81,28 @@ def zeroed(first: nn.Module, second: nn.Module) -> None:
     ids=["the other stage twice", "the same stage twice", "a gradient of the other stage cleared"],
 )
 def test_a_second_fault_in_gradients_is_named(
-    whitebox: WhiteBox, after: Spoil, found: tuple[str, int, str | None]
+    whitebox_here: WhiteBox, after: Spoil, found: tuple[str, int, str | None]
 ) -> None:
-    verdict = told(whitebox, after=after)
+    verdict = told(whitebox_here, after=after)
     assert (kinds(verdict), verdict.undecided) == ([found], ())
 
 
-@pytest.mark.pipeproof_ranks
-def test_a_second_fault_that_nothing_explains_is_open(whitebox: WhiteBox) -> None:
+def test_a_second_fault_that_nothing_explains_is_open(whitebox_here: WhiteBox) -> None:
     def noise(first: nn.Module, second: nn.Module) -> None:
         draw = torch.Generator().manual_seed(5)
         for parameter in second.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=draw)
 
-    verdict = told(whitebox, after=noise)
+    verdict = told(whitebox_here, after=noise)
     assert any(line.startswith("stage 1: ") for line in verdict.undecided), verdict
 
 
-@pytest.mark.pipeproof_ranks
-def test_what_was_there_before_is_named_beside_a_backward_that_did_not_run(whitebox: WhiteBox) -> None:
+def test_what_was_there_before_is_named_beside_a_backward_that_did_not_run(whitebox_here: WhiteBox) -> None:
     def begun(first: nn.Module, second: nn.Module) -> None:
         for parameter in second.parameters():
             parameter.grad = torch.ones_like(parameter)
 
-    assert ("stale-gradient", 1, None) in kinds(told(whitebox, before=begun))
+    assert ("stale-gradient", 1, None) in kinds(told(whitebox_here, before=begun))
 
 
 def replicated(model: nn.Sequential, microbatches: list[Any], *, but_for: str) -> Any:
@@ -135,9 +132,9 @@ def test_what_ranks_do_not_reduce_is_told_beside_a_backward_that_did_not_run(
 ) -> None:
     step = partial(replicated, but_for=but_for)
     verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(COUNT), ranks=[0, 1], loss_fn=loss_fn)
-    assert [one.kind for one in verdict.cause] == ["dropped", *named], verdict
+    assert [one.kind for one in verdict.causes] == ["dropped", *named], verdict
     assert verdict.law("replicas").outcome == ("fail" if but_for else "pass")
-    assert all(one.rank is None for one in verdict.cause[1:])
+    assert all(one.rank is None for one in verdict.causes[1:])
     assert not verdict.undecided, verdict
 
 
@@ -181,16 +178,17 @@ def copied(model: Tied, microbatches: list[Any], *, skipped: int, factor: float 
     assert stage.weight.grad is not None
     stage.weight.grad *= factor if rank else 1.0
     dist.all_reduce(stage.weight.grad)
-    return HandedBack(stage, losses or None)
+    return StepResult(stage, losses or None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("skipped", "factor"), [(0, 1.0), (1, 1.0), (0, 2.0)])
 def test_copies_are_what_the_backwards_that_did_not_run_leave_of_them(
     whitebox: WhiteBox, skipped: int, factor: float
 ) -> None:
     step = partial(copied, skipped=skipped, factor=factor)
     verdict = whitebox.validate(step, reference=Tied, microbatches=pairs(COUNT), ranks=2, loss_fn=loss_fn)
-    first, *others = verdict.cause
+    first, *others = verdict.causes
     assert (first.kind, first.microbatches) == ("dropped", (SKIPPED,)), verdict
     assert [one.kind for one in others] == ([] if factor == 1.0 else ["tied-doubled"]), verdict
     assert verdict.undecided == (), verdict

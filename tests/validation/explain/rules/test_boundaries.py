@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
+from pipeproof import watch
 from pipeproof.core.cause import Cause
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.core.observe.recording import MADE, Point
 from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.rules.boundaries import causes_of
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.steps import blocks, loss_fn, pairs
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def scaled_links(
@@ -43,11 +50,10 @@ def scaled_links(
     return stages, losses
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_graph_that_was_cut_gives_zeros_that_nobody_wrote(whitebox: WhiteBox) -> None:
     step = partial(scaled_links, cut=2)
     verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
-    first: Cause = verdict.cause[0]
+    first: Cause = verdict.causes[0]
     assert (first.kind, first.stage, first.action) == ("zero", 2, "2B0")
 
 

@@ -35,7 +35,7 @@ def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
         stages=STAGES,
         microbatches=COUNT,
         unseen=(),
-        told=(),
+        traced=(),
         passed={},
         holders=lambda stage: [stage % 2],
     )
@@ -115,7 +115,7 @@ def cut(model: nn.Sequential, microbatches: list[Any], *, those: tuple[int, ...]
 def test_a_graph_that_is_cut_is_named_as_that_and_where_it_is(whitebox: WhiteBox, those: tuple[int, ...]) -> None:
     verdict = judged(whitebox, partial(cut, those=those), plain)
     assert named(verdict) == [("dropped", 1, 1, those)], verdict
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     golden(cause.detail)
     assert verdict.law("microbatches").outcome == "pass"
     assert (verdict.mismatches[0].rank, verdict.mismatches[0].stage) == (1, 1)
@@ -126,10 +126,11 @@ def test_a_graph_that_is_cut_is_named_as_that_and_where_it_is(whitebox: WhiteBox
     assert not verdict.undecided
 
 
+@pytest.mark.sweep
 def test_what_final_gradients_say_of_a_graph_that_is_cut_at_the_first_stage_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(cut, those=(2,), rank=0), plain)
     assert named(verdict) == [("dropped", 0, 0, (2,))], verdict
-    assert not verdict.cause[0].cut
+    assert not verdict.causes[0].cut
 
 
 def cut_facts(*ran: Action, own: float = 0.0) -> Any:
@@ -139,7 +140,7 @@ def cut_facts(*ran: Action, own: float = 0.0) -> Any:
     cells = Cells(((Cell(1.0), Cell(own)), (Cell(1.0), Cell(1.0))))
     return SimpleNamespace(
         verdict=SimpleNamespace(mismatches=[Mismatch("microbatches", 1, stage=stage) for stage in range(2)]),
-        told=(),
+        traced=(),
         observed=Observed(Schedule("", 2, (0, 0), ((),)), ((row,),)),
         passed={1: Passed((), (), (), cut=frozenset({1}))},
         attribution=SimpleNamespace(cells=cells, stages=stages),

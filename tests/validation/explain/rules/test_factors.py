@@ -1,4 +1,4 @@
-"""What a factor comes from: the loss scale, or a microbatch that counts several times, as what else is seen tells."""
+"""What a factor comes from: the loss scale, or a microbatch that counts several times."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch.nn as nn
 
+from pipeproof import watch
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.factors import by_loss_scale
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
@@ -20,6 +21,12 @@ ONE = LossScale(1024.0, 1024.0)
 FACTOR = Cause("scale", rank=1, stage=1, factor=1024.0, detail="times")
 EVIDENCE = Evidence(Verdict("", "fail", "none", ()), (0, 1), microbatches=8, ranks=2, gradients={}, norms=[])
 OF_1024, OF_2048 = "; 1024 is the loss scale", "; 2048 is the loss scale"
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,6 @@ def last_counts(
     return [first, second], losses
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("times", [2.0, 3.0])
 @pytest.mark.parametrize(
     ("step", "kinds"),
@@ -70,7 +76,7 @@ def last_counts(
         (partial(last_counts, see=False), ["doubled", "scale"]),
         (partial(last_counts, see=False, again=True), ["doubled", "scale"]),  # near: the very same sums
         (partial(last_counts, see=False, loss=True), ["doubled", "scale"]),
-        (partial(last_counts, see=True), ["scale"]),  # seen where it came in
+        (partial(last_counts, see=True), ["scale"]),  # observed where it came in
         (partial(last_counts, see=True, loss=True), ["scale"]),
         (partial(last_counts, see=True, again=True), ["doubled"]),
     ],
@@ -81,7 +87,7 @@ def test_it_is_said_to_run_again_only_where_that_was_seen(
     verdict = whitebox.validate(
         partial(step, times=times), reference=built, microbatches=pairs(5), ranks=1, loss_fn=loss_fn
     )
-    explanations = [verdict.cause, *verdict.alternatives]
+    explanations = [verdict.causes, *verdict.alternatives]
     assert [(cause.kind, cause.microbatches) for (cause,) in explanations] == [(kind, (4,)) for kind in kinds]
     assert [cause.factor for (cause,) in explanations] == [pytest.approx(times)] * len(kinds)
 
@@ -96,10 +102,9 @@ def weighted(model: Any, microbatches: list[Any]) -> Any:
     return model, losses
 
 
-@pytest.mark.pipeproof_ranks
 def test_tokens_that_nobody_counts_explain_no_factor(whitebox: WhiteBox) -> None:
     verdict = whitebox.validate(weighted, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
-    golden(verdict.cause[0].detail)
+    golden(verdict.causes[0].detail)
 
 
 def built() -> nn.Module:

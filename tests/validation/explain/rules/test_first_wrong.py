@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3
@@ -134,18 +135,19 @@ def judged(whitebox: WhiteBox, **faults: Any) -> Verdict:
 
 
 def first(verdict: Verdict) -> Cause:
-    assert verdict.verdict == "fail", str(verdict)
-    assert verdict.cause, str(verdict)
-    return verdict.cause[0]
+    assert verdict.outcome == "fail", str(verdict)
+    assert verdict.causes, str(verdict)
+    return verdict.causes[0]
 
 
 def at(rank: int, change: Callable[[int, list[Any]], list[Any]]) -> Change:
-    return lambda seen, m, tensors: change(m, tensors) if seen == rank else tensors
+    return lambda observed, m, tensors: change(m, tensors) if observed == rank else tensors
 
 
+@pytest.mark.sweep
 def test_a_right_run_passes_with_every_boundary_watched(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
     assert verdict.law("boundaries").exact == verdict.law("boundaries").checked > 0
 
 
@@ -183,11 +185,13 @@ def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) ->
     golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, received=at(1, lambda m, x: [x[0], x[1] - x[0], x[2]])))
     assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
 
 
+@pytest.mark.sweep
 def test_an_output_that_is_wrong_in_every_microbatch_was_computed_wrongly(whitebox: WhiteBox) -> None:
     def gelu(model: Chain) -> None:
         layer = model.layers[1]
@@ -200,6 +204,7 @@ def test_an_output_that_is_wrong_in_every_microbatch_was_computed_wrongly(whiteb
     assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
 
 
+@pytest.mark.sweep
 def test_of_two_tensors_of_which_one_came_twice_the_other_is_wrong(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, received=at(2, lambda m, x: [x[0], x[0] * 1.0, x[2]])))
     assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 2, EVERY)
@@ -227,6 +232,7 @@ def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any) -> Non
     golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_an_input_that_was_freed_before_its_backward(whitebox: WhiteBox) -> None:
     def freed(rank: int, inputs: list[Tensor]) -> None:
         if rank == 1:
@@ -236,6 +242,7 @@ def test_an_input_that_was_freed_before_its_backward(whitebox: WhiteBox) -> None
     assert (cause.kind, cause.stage, cause.microbatches) == ("overwritten", 1, EVERY)
 
 
+@pytest.mark.sweep
 def test_a_fault_nearer_to_the_loss_than_the_first_is_a_second_cause(whitebox: WhiteBox) -> None:
     def clear(rank: int, m: int, stage: nn.Module) -> None:
         if (rank, m) == (2, 0):
@@ -245,9 +252,10 @@ def test_a_fault_nearer_to_the_loss_than_the_first_is_a_second_cause(whitebox: W
         return [one.bfloat16().float() for one in tensors]
 
     verdict = judged(whitebox, gradients=at(0, rounded), after=clear)
-    assert [(c.kind, c.stage, c.microbatches) for c in verdict.cause] == [("dropped", 2, (0,)), ("rounded", 0, EVERY)]
+    assert [(c.kind, c.stage, c.microbatches) for c in verdict.causes] == [("dropped", 2, (0,)), ("rounded", 0, EVERY)]
 
 
+@pytest.mark.sweep
 def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: WhiteBox) -> None:
     def cut(model: Chain) -> None:
         layer = model.layers[1]
@@ -277,5 +285,5 @@ def test_what_is_wrong_too_little_for_its_place_is_told_by_its_bits(
 
     verdict = judged(whitebox, model=slightly)
     assert verdict.law("boundaries").outcome == outcome, str(verdict)
-    assert not verdict.cause, str(verdict)
+    assert not verdict.causes, str(verdict)
     golden(verdict.undecided[0], numbers=False)

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +12,12 @@ from pipeproof.whitebox import WhiteBox
 from tests.support.steps import loss_fn, pairs
 
 WIDTH = 8
+
+
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
 
 
 def build(*, normed: bool) -> nn.Module:
@@ -39,11 +46,11 @@ def judged(whitebox: WhiteBox, fault: str, *, normed: bool = False) -> Verdict:
 
 def test_every_loss_is_another(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, "input")
-    assert [one.kind for one in verdict.cause] == ["computation"]
+    assert [one.kind for one in verdict.causes] == ["computation"]
     assert [one.kind for alternative in verdict.alternatives for one in alternative] == ["swapped-data"]
 
 
 def test_one_loss_or_another_mode_decides_nothing(whitebox: WhiteBox) -> None:
-    assert judged(whitebox, "one input").cause == ()
-    assert judged(whitebox, "evaluation", normed=True).cause == ()
-    assert judged(whitebox, "").verdict == "pass"
+    assert judged(whitebox, "one input").causes == ()
+    assert judged(whitebox, "evaluation", normed=True).causes == ()
+    assert judged(whitebox, "").outcome == "pass"

@@ -17,6 +17,12 @@ from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
 
 
+@pytest.fixture
+def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
+    """One rank is enough."""
+    return whitebox_here
+
+
 @pytest.mark.parametrize(("stages", "place"), [(1, "everywhere"), (2, "rank 0, stage 1")])
 def test_of_the_only_stage_nothing_is_said_as_a_place(whitebox: WhiteBox, stages: int, place: str) -> None:
     """The last stage's gradients are counted twice."""
@@ -29,7 +35,7 @@ def test_of_the_only_stage_nothing_is_said_as_a_place(whitebox: WhiteBox, stages
         return parts, [loss.item() for loss in losses], math.hypot(*sizes, sizes[-1])
 
     verdict = whitebox.validate(step, reference=blocks, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.place) == ("norm", place), str(verdict)
     golden(cause.detail, numbers=False)
 
@@ -60,10 +66,10 @@ def of_one_rank(*times: float) -> Any:
         ranks=2,
         microbatches=2,
         scale=None,
-        seen=None,
+        run=None,
         number=0,
-        due=SimpleNamespace(weights={"0": torch.ones(9), "1": torch.ones(9)}),
-        held=lambda rank: {site for site in sizes if site[0] == rank},
+        right=SimpleNamespace(weights={"0": torch.ones(9), "1": torch.ones(9)}),
+        held_sites=lambda rank: {site for site in sizes if site[0] == rank},
         holders=lambda stage: [stage],
     )
 

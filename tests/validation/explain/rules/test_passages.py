@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.whitebox import WhiteBox, watch
+from pipeproof import watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.sweeps import sampled
 from tests.support.two_ranks import (
@@ -45,6 +46,7 @@ def test_a_late_division_is_no_fault_and_a_gradient_halved_on_its_way_is(whitebo
         assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
 
 
+@pytest.mark.sweep
 def test_what_gradients_show_beside_a_gradient_halved_on_its_way_is_told_too(whitebox: WhiteBox) -> None:
     def cleared(model: nn.Sequential, microbatches: list[Any], **options: Any) -> Any:
         stage, losses = step(model, microbatches, passed=lambda m, gradient: gradient / 2, **options)
@@ -53,9 +55,12 @@ def test_what_gradients_show_beside_a_gradient_halved_on_its_way_is_told_too(whi
         return stage, losses
 
     verdict = judged(whitebox, cleared, plain)
-    assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("scale", 0, 0), ("zero", 0, 0)], str(verdict)
+    assert [(one.kind, one.rank, one.stage) for one in verdict.causes] == [("scale", 0, 0), ("zero", 0, 0)], str(
+        verdict
+    )
 
 
+@pytest.mark.sweep
 def test_a_loss_that_is_divided_twice_is_told_beside_what_was_rounded_on_its_way(whitebox: WhiteBox) -> None:
     def rounded(m: int, gradient: Tensor) -> Tensor:
         return gradient.bfloat16().float()
@@ -89,12 +94,12 @@ def test_what_an_unseen_sender_made_is_not_called_altered_on_its_way(
         rank_0(stage) if dist.get_rank() == 0 else watch(stage)
         return stage, all_forward_all_backward(stage, microbatches, lambda s, m, x: sent(called(s, m, x), m, how))
 
-    seen = named(judged(whitebox, partial(unwatched, rank_0=watch), plain))
-    assert seen[0][:3] in (("altered", 1, 1), ("rounded", 1, 1)), seen
+    observed = named(judged(whitebox, partial(unwatched, rank_0=watch), plain))
+    assert observed[0][:3] in (("altered", 1, 1), ("rounded", 1, 1)), observed
     for nobody in (lambda stage: None, lambda stage: watch(stage[0])):
         verdict = judged(whitebox, partial(unwatched, rank_0=nobody), plain)
         assert not {kind for kind, *_ in named(verdict)} & {"altered", "scale"}, verdict
-        rounded = [cause for cause in verdict.cause if cause.kind == "rounded"]
+        rounded = [cause for cause in verdict.causes if cause.kind == "rounded"]
         golden("\n".join(sorted({one.detail for one in rounded})))
         assert "messages, buffers" not in verdict.details or "does not say" in verdict.details, verdict
 
@@ -138,6 +143,7 @@ def one_buffer(model: InOrder, microbatches: list[Any], **options: Any) -> Any:
     return stage, all_forward_all_backward(stage, microbatches, call, **options)
 
 
+@pytest.mark.sweep
 def test_what_no_backward_reads_is_not_overwritten(whitebox: WhiteBox) -> None:
     def doubled(m: int, gradient: Tensor) -> Tensor:
         return gradient * 2

@@ -15,7 +15,7 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import Members
-from pipeproof.explain.rules.places import placed
+from pipeproof.explain.rules.places import place_cause
 from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart
 from pipeproof.whitebox.stages_in_order import PlacedStage
@@ -87,7 +87,7 @@ def step(context: RankContext, before: Change, after: Change, alone: int | None)
 
 def told(world: World, *, before: Change = nothing, after: Change = nothing, alone: int | None = None) -> Verdict:
     verdict, *others = world.run(step, before, after, alone, ranks=4)
-    assert all(one.verdict == verdict.verdict and one.cause == verdict.cause for one in others)
+    assert all(one.outcome == verdict.outcome and one.causes == verdict.causes for one in others)
     return verdict
 
 
@@ -95,16 +95,17 @@ def short(causes: tuple[Cause, ...]) -> list[tuple[str, str]]:
     return [(cause.kind, cause.place) for cause in causes]
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_right_job_passes(world: World) -> None:
     verdict = told(world)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("replicas").checked == 8
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_norm_of_a_rank_alone_is_placed_on_the_rank_and_at_no_other_stage(world: World) -> None:
-    (cause,) = told(world, alone=1).cause
+    (cause,) = told(world, alone=1).causes
     assert (cause.kind, cause.place) == ("norm", "rank 1"), str(cause)
     golden(cause.detail, numbers=False)
 
@@ -124,15 +125,16 @@ def test_a_copy_that_is_some_times_what_is_due_is_told_of_its_rank(
     after: Change, expected: list[tuple[str, str]], world: World
 ) -> None:
     verdict = told(world, after=after)
-    assert verdict.verdict == "fail"
-    assert short(verdict.cause) == expected, str(verdict)
+    assert verdict.outcome == "fail"
+    assert short(verdict.causes) == expected, str(verdict)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_copy_with_the_microbatches_of_its_rank_alone_was_not_reduced(world: World) -> None:
     verdict = told(world, after=own)
-    assert verdict.verdict == "fail"
-    assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("not-reduced", 3, 1)], str(verdict)
+    assert verdict.outcome == "fail"
+    assert [(one.kind, one.rank, one.stage) for one in verdict.causes] == [("not-reduced", 3, 1)], str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -144,7 +146,7 @@ def test_a_copy_with_the_microbatches_of_its_rank_alone_was_not_reduced(world: W
 def test_what_was_there_before_is_told_of_the_ranks_that_had_it(
     on: tuple[int, ...], place: str, factor: float, world: World
 ) -> None:
-    (cause,) = told(world, before=partial(left, on=on)).cause
+    (cause,) = told(world, before=partial(left, on=on)).causes
     assert (cause.kind, cause.place, cause.factor) == ("stale-gradient", place, factor), str(cause)
 
 
@@ -161,4 +163,4 @@ def test_in_a_job_the_rank_is_told_that_ran_it(
     members = Members([stage], Replicas((0, 1), 4, shares=shares), tuple, (None, None))
     verdict = Verdict("a step", "fail", "none", ())
     evidence = Evidence(verdict, (0,), 4, 2, gradients={}, norms=(None, None), members=members)
-    assert placed(Cause("dropped", rank=0, stage=0, microbatches=microbatches), evidence).rank == rank
+    assert place_cause(Cause("dropped", rank=0, stage=0, microbatches=microbatches), evidence).rank == rank

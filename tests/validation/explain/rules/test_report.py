@@ -63,10 +63,10 @@ def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
     ],
 )
 def test_what_is_made_of_right_losses_is_a_wrong_report(
-    whitebox: WhiteBox, report: Callable[[list[float]], Any]
+    whitebox_here: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:
-    verdict = judged(whitebox, report)
-    (cause,) = verdict.cause
+    verdict = judged(whitebox_here, report)
+    (cause,) = verdict.causes
     assert cause.kind == "report"
     golden(cause.detail, numbers=False)
 
@@ -80,47 +80,50 @@ def test_what_is_made_of_right_losses_is_a_wrong_report(
     ],
 )
 def test_of_other_losses_nobody_knows_whether_they_were_computed(
-    whitebox: WhiteBox, report: Callable[[list[float]], Any]
+    whitebox_here: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:
     """As where a term was lost that no gradient comes from."""
-    verdict = judged(whitebox, report)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    verdict = judged(whitebox_here, report)
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     golden(verdict.undecided[0], numbers=False)
 
 
+@pytest.mark.sweep
 def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stage = two_ranks.half(model)
         losses = two_ranks.all_forward_all_backward(stage, microbatches)
         return stage, None if losses is None else 2 * sum(losses) / two_ranks.COUNT
 
-    (cause,) = two_ranks.judged(whitebox, step, two_ranks.plain).cause
+    (cause,) = two_ranks.judged(whitebox, step, two_ranks.plain).causes
     assert (cause.kind, cause.rank) == ("report", 1)
     golden(cause.detail, numbers=False)
 
 
 @pytest.mark.parametrize("none", [None, []])
-def test_a_step_without_losses_does_not_pass(whitebox: WhiteBox, none: Any) -> None:
-    verdict = judged(whitebox, lambda losses: none)
-    assert (verdict.verdict, verdict.law("loss").outcome) == ("unknown", "unknown")
+def test_a_step_without_losses_does_not_pass(whitebox_here: WhiteBox, none: Any) -> None:
+    verdict = judged(whitebox_here, lambda losses: none)
+    assert (verdict.outcome, verdict.law("loss").outcome) == ("unknown", "unknown")
 
 
 def test_the_mean_of_a_replica_is_told_from_that_of_all(whitebox: WhiteBox) -> None:
     verdict = whitebox.validate(replicated, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
     assert {m.law for m in verdict.mismatches} == {"loss"}
-    (cause,) = verdict.cause
-    told = "each replica reports the mean of its own microbatches; as one number the whole step's is due"
+    (cause,) = verdict.causes
+    told = "each replica reports the mean of its own microbatches; as one number the whole step's is expected"
     assert (cause.kind, told in cause.detail) == ("report", True)
 
 
 @pytest.mark.parametrize("said", [(0, 0), (0, 1, 2), (0, 1, 2, 3, 3)], ids=["one twice", "one missing", "one more"])
-def test_an_order_that_the_step_hands_back_says_nothing_of_gradients(whitebox: WhiteBox, said: tuple[int, ...]) -> None:
+def test_an_order_that_the_step_hands_back_says_nothing_of_gradients(
+    whitebox_here: WhiteBox, said: tuple[int, ...]
+) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         losses = [loss_fn(model(x), target) for x, target in microbatches]
         (torch.stack(losses).sum() / COUNT).backward()
         return model, [loss.item() for loss in losses], None, [f"0{kind}{m}" for kind in "FB" for m in said]
 
-    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
-    (cause,) = verdict.cause
+    verdict = whitebox_here.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    (cause,) = verdict.causes
     assert (cause.kind, cause.rank, cause.stage) == ("order", 0, 0), str(verdict)
     assert f"forward of {list(said)}" in cause.detail

@@ -102,11 +102,12 @@ def short(causes: tuple[Cause, ...]) -> list[tuple[str, str]]:
 WEIGHT = "parameter first.weight"
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("reduced", [("stage", "tied"), ("tied", "stage")])
 def test_a_right_job_has_nothing_wrong(reduced: tuple[str, ...], world: World) -> None:
     verdict = told(world, 2, reduced=reduced)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -135,10 +136,11 @@ def test_the_axis_along_which_copies_are_apart_tells_which_sum_is_missing(
     reduced: tuple[str, ...], expected: list[tuple[str, str]], words: str, world: World
 ) -> None:
     verdict = told(world, 2, reduced=reduced)
-    assert short(verdict.cause) == expected, str(verdict)
-    assert words in verdict.cause[0].detail
+    assert short(verdict.causes) == expected, str(verdict)
+    assert words in verdict.causes[0].detail
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("alone", [False, True], ids=["beside", "record"])
 @pytest.mark.parametrize(
@@ -152,11 +154,12 @@ def test_the_axis_along_which_copies_are_apart_tells_which_sum_is_missing(
 def test_what_was_there_before_is_told_of_the_stages_that_had_it(
     left: tuple[int, ...], place: str, factor: float, alone: bool, world: World
 ) -> None:
-    (cause,) = told(world, 1, left=left, alone=alone).cause
+    (cause,) = told(world, 1, left=left, alone=alone).causes
     assert (cause.kind, cause.place, cause.factor) == ("stale-gradient", place, factor), str(cause)
     golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("left", "place", "factor"),
@@ -169,7 +172,7 @@ def test_what_was_there_before_is_told_of_the_stages_that_had_it(
 def test_of_replicas_it_is_told_of_the_ranks_that_had_it(
     left: tuple[int, ...], place: str, factor: float, world: World
 ) -> None:
-    (cause,) = told(world, 2, left=left).cause
+    (cause,) = told(world, 2, left=left).causes
     assert (cause.kind, cause.place, cause.factor) == ("stale-gradient", place, factor), str(cause)
 
 
@@ -181,13 +184,14 @@ def test_of_replicas_it_is_told_of_the_ranks_that_had_it(
 def test_a_factor_of_every_copy_is_no_one_stages(
     replicas: int, reduced: tuple[str, ...], alone: bool, world: World
 ) -> None:
-    (cause,) = told(world, replicas, reduced=reduced, alone=alone).cause
+    (cause,) = told(world, replicas, reduced=reduced, alone=alone).causes
     assert (cause.kind, cause.place, cause.factor) == ("scale", f"stages 0, 1, {WEIGHT}", 2.0), str(cause)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_factor_of_one_copy_alone_is_of_its_stage(world: World) -> None:
-    (cause,) = told(world, 1, times=3.0).cause
+    (cause,) = told(world, 1, times=3.0).causes
     assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 0, 0, 3.0), str(cause)
 
 
@@ -220,5 +224,5 @@ def test_gradients_in_bf16_that_no_rank_reduced_are_told_from_others(
 ) -> None:
     with SimulatedWorld(silent=True) as world:
         verdict = world.run(replicated, reduced, noisy, ranks=2)[0]
-    assert {one.kind for one in verdict.cause} == kinds, str(verdict)
+    assert {one.kind for one in verdict.causes} == kinds, str(verdict)
     assert verdict.law("replicas").outcome == ("pass" if reduced and not noisy else "fail")

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import HandedBack, WhiteBox, watch
+from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled
@@ -120,7 +121,7 @@ def job(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]], *, wa
         if operation == "train":
             optimizer.step()
         handed = {name: one.clone() if way.main == "copies" else one for name, one in sums.items()}
-        yield HandedBack(stage, losses, gradients=handed if way.main else None)
+        yield StepResult(stage, losses, gradients=handed if way.main else None)
         for one in sums.values() if way.clears else ():
             one.zero_()
 
@@ -146,11 +147,12 @@ RIGHT = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sampled(RIGHT, 2))
 def test_what_is_right_passes(whitebox: WhiteBox, name: str) -> None:
     way, steps, tier = RIGHT[name]
     verdict = judged(whitebox, way, steps)
-    assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", tier), str(verdict)
 
 
 AROUND = Way(narrow=True, around=True)
@@ -177,12 +179,13 @@ WRONG = {
 def test_what_an_operation_left_is_found_and_named(whitebox: WhiteBox, name: str) -> None:
     way, steps, kind, stage = WRONG[name]
     verdict = judged(whitebox, way, steps)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(one.kind, one.stage) for one in verdict.cause] == [(kind, stage)], str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
+    assert [(one.kind, one.stage) for one in verdict.causes] == [(kind, stage)], str(verdict)
     if kind == "stale-tensor":
-        golden(verdict.cause[0].detail, numbers=False)
+        golden(verdict.causes[0].detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_other_kernels_in_bf16_after_bits_are_no_proof_and_no_pass(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, Way(narrow=True, halves=1), EVAL)
-    assert (verdict.verdict, verdict.law("loss").outcome, verdict.cause) == ("unknown", "unknown", ()), str(verdict)
+    assert (verdict.outcome, verdict.law("loss").outcome, verdict.causes) == ("unknown", "unknown", ()), str(verdict)

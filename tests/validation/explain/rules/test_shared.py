@@ -18,7 +18,7 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.members import Members
-from pipeproof.explain.rules.shared import shared
+from pipeproof.explain.rules.shared import explain_shared
 from pipeproof.reference.step import Contribution, Expected
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.matching import Local
@@ -69,26 +69,28 @@ def judged(
     return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
 
 
+@pytest.mark.sweep
 def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
-    assert judged(whitebox, lambda name: True).verdict == "pass"
+    assert judged(whitebox, lambda name: True).outcome == "pass"
 
 
 @pytest.mark.parametrize(("left", "parameter"), [("0.weight", "0.weight"), ("2.bias", "2.bias")])
 def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
-    (cause,) = judged(whitebox, lambda name: name != left).cause
+    (cause,) = judged(whitebox, lambda name: name != left).causes
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
     golden(cause.detail, numbers=False)
 
 
 def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, before=2).cause
+    (cause,) = judged(whitebox, lambda name: True, before=2).causes
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
     golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda name: True, noise=1e-2)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
 
 
 def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteBox) -> None:
@@ -101,25 +103,26 @@ def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteB
         return model
 
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 1, 0, 0.5)
     assert verdict.law("gradient").outcome == "unknown", "rank 1's gradients are wrong"
     assert verdict.mismatches[0].rank == 1
 
 
 def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, summed=True).cause
+    (cause,) = judged(whitebox, lambda name: True, summed=True).causes
     assert (cause.kind, cause.factor) == ("scale", 2.0)
     golden(cause.detail, numbers=False)
 
 
+@pytest.mark.sweep
 def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
+    (cause,) = judged(whitebox, lambda name: True, times=2.0).causes
     assert (cause.kind, cause.factor) == ("scale", 2.0)
     golden(cause.detail, numbers=False)
 
 
-def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox: WhiteBox) -> None:
+def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox_here: WhiteBox) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
@@ -135,8 +138,8 @@ def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox
 
     draw = torch.Generator().manual_seed(1)
     given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
-    verdict = whitebox.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
-    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 4.0)], str(verdict)
+    verdict = whitebox_here.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+    assert [(cause.kind, cause.factor) for cause in verdict.causes] == [("scale", 4.0)], str(verdict)
 
 
 def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
@@ -148,14 +151,14 @@ def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
         return model[:2] if dist.get_rank() < 2 else model[2:], [loss.item() for loss in losses]
 
     options: dict[str, Any] = {"microbatches": data(), "ranks": [0, 1, 0, 1], "loss_fn": loss_fn}
-    causes = whitebox.validate(step, reference=build_model, **options).cause
+    causes = whitebox.validate(step, reference=build_model, **options).causes
     assert [(cause.kind, cause.stage) for cause in causes] == [("not-reduced", 0), ("not-reduced", 1)]
 
 
 DRAW = torch.Generator().manual_seed(0)
 NAMES = ("a.w", "b.w", "c.w")
 EACH = {name: [torch.randn(32, generator=DRAW) for _ in range(4)] for name in NAMES}
-DUE = {name: torch.stack(parts).sum(dim=0) for name, parts in EACH.items()}
+RIGHT = {name: torch.stack(parts).sum(dim=0) for name, parts in EACH.items()}
 UPPER, LOWER = Shard(((0, 16),)), Shard(((16, 32),))
 TWO, ONE, FOUR = Replicas((0, 1), 4), Replicas((0, 0), 4), Replicas((0, 1, 2, 3), 4)
 UPDATE: Any = SimpleNamespace(
@@ -166,7 +169,7 @@ UPDATE: Any = SimpleNamespace(
     placement=(0,),
     shared=frozenset(),
 )
-EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, name): due for name, due in DUE.items()})
+EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, name): expected for name, expected in RIGHT.items()})
 
 
 def differing(
@@ -178,7 +181,7 @@ def differing(
     """
     lying = [dict.fromkeys(range(len(NAMES)), shard) for shard in shards] or [{} for _ in ranks]
     parts = [
-        ModulePart(tuple(map(Local, NAMES)), tuple(given.get(name, DUE[name]) for name in NAMES), shards=own)
+        ModulePart(tuple(map(Local, NAMES)), tuple(given.get(name, RIGHT[name]) for name in NAMES), shards=own)
         for given, own in zip(ranks, lying, strict=True)
     ]
     merged = ModulePart(parts[0].locals, parts[0].gradients, members=tuple(enumerate(parts)))
@@ -186,19 +189,19 @@ def differing(
     members = Members(
         [PlacedStage(0, 0, merged, dict(enumerate(NAMES)), {})], replicas, lambda: contributions, [None] * len(ranks)
     )
-    dues = [{k: DUE[name] if not own else own[k].of(DUE[name]) for k, name in enumerate(NAMES)} for own in lying]
+    right = [{k: RIGHT[name] if not own else own[k].of(RIGHT[name]) for k, name in enumerate(NAMES)} for own in lying]
     wrong = [
         name
         for k, name in enumerate(NAMES)
-        if any(not torch.equal(part.gradients[k], due[k]) for part, due in zip(parts, dues, strict=True))
+        if any(not torch.equal(part.gradients[k], own[k]) for part, own in zip(parts, right, strict=True))
     ]
     law = "gradient" if shards and len({*shards}) == len(ranks) else "replicas"
     size = Size((32,), 1.0, 1.0)
     mismatches = tuple(Mismatch(law, 1, size, size, "tensor", 0, 0, parameter=name) for name in wrong)
-    due: Any = SimpleNamespace(expected=EXPECTED, update=UPDATE)
+    expected: Any = SimpleNamespace(expected=EXPECTED, update=UPDATE)
     beside: Any = SimpleNamespace(modules={name: k for k, name in enumerate(used, start=1)}) if used else None
     verdict = Verdict("a step", "fail", "none", (), mismatches=mismatches)
-    known: dict[str, Any] = {"due": due, "beside": beside, "members": members}
+    known: dict[str, Any] = {"right": expected, "beside": beside, "members": members}
     return Evidence(verdict, (0,), 4, len(ranks), gradients={}, norms=(None,) * len(ranks), **known)
 
 
@@ -212,9 +215,9 @@ def lines(causes: Sequence[Cause]) -> list[str]:
 
 KEEP = "ranks 0, 1 each keep their own part"
 PARTS = {name: torch.randn(32, generator=DRAW) for name in NAMES}
-REST = {name: DUE[name] - PARTS[name] for name in NAMES}
+REST = {name: RIGHT[name] - PARTS[name] for name in NAMES}
 ALONE = [{name: share(name, *some) for name in NAMES} for some in ((0, 2), (1, 3))]
-HALVES = [{name: where.of(due) for name, due in DUE.items()} for where in (UPPER, LOWER)]
+HALVES = [{name: where.of(expected) for name, expected in RIGHT.items()} for where in (UPPER, LOWER)]
 A, B = NAMES[:2]
 
 
@@ -225,7 +228,7 @@ EACH_LACKS = "rank 0 lacks microbatches 1, 3; rank 1 lacks microbatches 0, 2"
 @pytest.mark.parametrize(
     ("replicas", "ranks", "expected"),
     [
-        (TWO, [DUE, DUE], []),
+        (TWO, [RIGHT, RIGHT], []),
         (TWO, ALONE, [f"not-reduced stage 0: {EACH_LACKS}"]),
         (ONE, ALONE, [f"not-reduced stage 0: {EACH_LACKS}"]),
         (
@@ -245,15 +248,15 @@ EACH_LACKS = "rank 0 lacks microbatches 1, 3; rank 1 lacks microbatches 0, 2"
             [f"not-reduced stage 0: {KEEP}: the mean of these is expected"],
         ),
         (ONE, [PARTS, {}], []),
-        (ONE, [{name: 0 * due for name, due in DUE.items()}, {}], ["zero rank 0, stage 0"]),
-        (TWO, [{A: -DUE[A]}, {}], [f"sign rank 0, stage 0, parameter {A}"]),
-        (TWO, [{A: DUE[A] + PARTS[A]}, {}], []),
+        (ONE, [{name: 0 * expected for name, expected in RIGHT.items()}, {}], ["zero rank 0, stage 0"]),
+        (TWO, [{A: -RIGHT[A]}, {}], [f"sign rank 0, stage 0, parameter {A}"]),
+        (TWO, [{A: RIGHT[A] + PARTS[A]}, {}], []),
     ],
 )
 def test_what_copies_are_made_of_rank_by_rank(
     replicas: Replicas, ranks: Sequence[Mapping[str, Tensor]], expected: list[str]
 ) -> None:
-    assert lines(shared(differing(replicas, *ranks))) == expected
+    assert lines(explain_shared(differing(replicas, *ranks))) == expected
 
 
 @pytest.mark.parametrize(
@@ -269,13 +272,13 @@ def test_what_copies_are_made_of_rank_by_rank(
 )
 def test_what_shards_are_made_of_rank_by_rank(ranks: Sequence[Mapping[str, Tensor]], expected: list[str]) -> None:
     halves = [half | given for half, given in zip(HALVES, ranks, strict=True)]
-    assert lines(shared(differing(TWO, *halves, shards=(UPPER, LOWER)))) == expected
+    assert lines(explain_shared(differing(TWO, *halves, shards=(UPPER, LOWER)))) == expected
 
 
 def test_shards_that_have_the_microbatches_of_some_ranks() -> None:
     places = [(some, where) for some in ((0, 1), (2, 3)) for where in (UPPER, LOWER)]
     halves = [{name: where.of(share(name, *some)) for name in NAMES} for some, where in places]
-    (cause,) = shared(differing(FOUR, *halves, shards=(UPPER, LOWER) * 2))
+    (cause,) = explain_shared(differing(FOUR, *halves, shards=(UPPER, LOWER) * 2))
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
     golden(cause.detail)
 
@@ -283,8 +286,8 @@ def test_shards_that_have_the_microbatches_of_some_ranks() -> None:
 @pytest.mark.parametrize(("used", "expected"), [(("a", "b"), B), (("b", "a"), None), ((), None)])
 def test_parts_of_a_sum_and_what_else_is_wrong(used: tuple[str, ...], expected: str | None) -> None:
     """What is wrong of a parameter used before may follow; one used after is wrong for another reason."""
-    evidence = differing(ONE, {A: DUE[A] + 1, B: PARTS[B]}, {A: DUE[A] - 2, B: REST[B]}, used=used)
-    assert [cause.parameter for cause in shared(evidence)] == [expected] * (expected is not None)
+    evidence = differing(ONE, {A: RIGHT[A] + 1, B: PARTS[B]}, {A: RIGHT[A] - 2, B: REST[B]}, used=used)
+    assert [cause.parameter for cause in explain_shared(evidence)] == [expected] * (expected is not None)
 
 
 @pytest.mark.parametrize(
@@ -297,5 +300,5 @@ def test_parts_in_all_of_a_stage_may_be_what_the_next_handed_back(
 ) -> None:
     each = [{name: parts[name] for name in names} for parts in (PARTS, REST)]
     evidence = replace(differing(ONE, *each), placement=(0,) * stages)
-    (cause,) = shared(evidence)
+    (cause,) = explain_shared(evidence)
     assert [one.stage for one in (cause, *cause.instead)] == wheres

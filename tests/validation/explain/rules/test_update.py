@@ -55,9 +55,9 @@ def test_a_factor_that_is_the_right_one_is_no_clipping() -> None:
         norm = nn.utils.clip_grad_norm_(job.parameters(), 1e9)  # which clips nothing
         optimizer.step()
         check.report(losses=losses, norm=float(norm))
-    assert check.verdict.verdict != "pass"
+    assert check.verdict.outcome != "pass"
     assert "multiplied by 0.6341, expected 0.6341" not in check.verdict.details
-    assert [cause.kind for cause in check.verdict.cause] == ["update"]
+    assert [cause.kind for cause in check.verdict.causes] == ["update"]
     assert [[cause.kind for cause in one] for one in check.verdict.alternatives] == [["clip"]]
 
 
@@ -87,7 +87,7 @@ def test_an_optimizer_that_is_another_on_some_ranks_is_told_of_these(
         return own, [loss.item() for loss in losses]
 
     options: dict[str, Any] = {"microbatches": pairs(), "ranks": [0, 1, 0, 1], "loss_fn": square, "optimizer": sgd}
-    (cause,) = whitebox.validate(step, reference=blocks, **options).cause
+    (cause,) = whitebox.validate(step, reference=blocks, **options).causes
     assert (cause.kind, cause.place) == ("update", place), str(cause)
 
 

@@ -29,7 +29,7 @@ def told(verdict: Verdict) -> str:
     return PageText(verdict.to_html()).lines.partition("\nThis run\n")[0]
 
 
-@pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.verdict)
+@pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.outcome)
 def test_a_page_says_all_that_there_is(verdict: Verdict) -> None:
     golden(told(verdict), exact=True)
 
@@ -42,12 +42,12 @@ def test_text_json_and_page_say_the_same() -> None:
         assert (
             f"{law['name']} {law['outcome']} {law['checked'] or '-'} {law['exact'] if law['checked'] else '-'}" in shown
         )
-    (cause,) = data["cause"]
+    (cause,) = data["causes"]
     assert cause["detail"] in shown
     assert cause["detail"] in text
     for mismatch in data["mismatches"]:
-        assert mismatch["seen"] in shown
-        assert mismatch["expected"] in shown
+        assert mismatch["observed_text"] in shown
+        assert mismatch["expected_text"] in shown
     assert data["replay"] in shown
     assert data["replay"] in text
     assert " ".join(text.split()) in shown
@@ -56,7 +56,7 @@ def test_text_json_and_page_say_the_same() -> None:
     assert all(one["evidence"] in shown for one in data["ruled_out"])
     for one in data["measured"]["compared"]:
         assert one.get("parameter", "") in shown
-        assert f"{one.get('found', 2.5):.9g}" in shown
+        assert f"{one.get('observed', 2.5):.9g}" in shown
     assert data["measured"]["ran"]["ranks"][1][0] == "1F0"
     told = [one for one in data["measured"]["ran"]["tensors"] if one.get("agrees") is False]
     assert all(one["what"] in shown and f"{one['error']:.1e}" in shown for one in told)
@@ -70,7 +70,7 @@ def test_a_cell_says_what_was_seen() -> None:
     assert tensors == [["took input", "microbatch 1's", "microbatch 0's", "9.0e-01", "1.0e-06"]]
 
 
-@pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.verdict)
+@pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.outcome)
 def test_a_page_needs_nothing_from_elsewhere(verdict: Verdict) -> None:
     made = page(verdict)
     assert not re.search(r"https?:|\bsrc=|@import|url\((?!#)", made)
@@ -78,21 +78,21 @@ def test_a_page_needs_nothing_from_elsewhere(verdict: Verdict) -> None:
 
 
 def test_no_name_becomes_markup() -> None:
-    cause = replace(FAILED.cause[0], parameter=EVIL, detail=EVIL)
+    cause = replace(FAILED.causes[0], parameter=EVIL, detail=EVIL)
     evil = replace(
         FAILED,
         config=EVIL,
-        cause=(cause,),
+        causes=(cause,),
         rerun=EVIL,
         laws=(replace(LAWS[3], name=EVIL, note=EVIL, left_out=(EVIL,)),),
-        mismatches=(replace(FAILED.mismatches[0], parameter=EVIL, told=EVIL),),
+        mismatches=(replace(FAILED.mismatches[0], parameter=EVIL, text=EVIL),),
         undecided=(EVIL,),
         failure=EVIL,
         traceback=EVIL,
         measured=replace(
             FAILED.measured,
             compared=tuple(replace(one, parameter=EVIL) for one in COMPARED),
-            ran=replace(RAN, ranks=((Done(0, Kind.FORWARD, 0, (replace(WRONG, what=EVIL, seen=EVIL),)),),)),
+            ran=replace(RAN, ranks=((Done(0, Kind.FORWARD, 0, (replace(WRONG, what=EVIL, observed=EVIL),)),),)),
             weights=(Weights(EVIL, CELLS.rows[0], EVIL),),
         ),
     )
@@ -105,8 +105,8 @@ def test_no_name_becomes_markup() -> None:
 
 def test_other_explanations_and_links() -> None:
     own = OwnLine("1F0", Line("/my code/loop.py", 7, "step", "y = f(x)"))
-    cause = replace(FAILED.cause[0], lines=(own, replace(own, line=replace(own.line, file="<string>"))))
-    verdict = replace(FAILED, cause=(cause,), alternatives=((Cause("mispaired", stage=1), Cause("sign")),))
+    cause = replace(FAILED.causes[0], lines=(own, replace(own, line=replace(own.line, file="<string>"))))
+    verdict = replace(FAILED, causes=(cause,), alternatives=((Cause("mispaired", stage=1), Cause("sign")),))
     golden(told(verdict).partition("\nWhere\n")[0], exact=True)
     assert re.findall('href="(file:.*?)"', page(verdict)) == ["file:///my%20code/loop.py"]
 
@@ -128,10 +128,10 @@ def test_a_page_says_nothing_twice() -> None:
 def test_a_hang_and_a_crash_say_so() -> None:
     waits = "ranks 0 and 1 wait for each other: rank 0 for 0RECV_B0 with rank 1, rank 1 for 1RECV_F0 with rank 0"
     for ended, kind in (("hang", "deadlock"), ("error", "crash")):
-        verdict = replace(BARE, ended=ended, headline=waits, cause=(Cause(kind, rank=0, detail="0RECV_B0"),))
+        verdict = replace(BARE, ended=ended, headline=waits, causes=(Cause(kind, rank=0, detail="0RECV_B0"),))
         assert "Unknown" not in said(verdict)
         golden(told(verdict))
-        golden(told(replace(verdict, cause=())))
+        golden(told(replace(verdict, causes=())))
         rows = PageText(campaign([CampaignRow(verdict, "unknown")] * 2, said="two", left_out={})).text
         assert rows.count(f"{ended} mine") == 2
 
@@ -149,11 +149,13 @@ def test_a_page_of_10_000_cells_is_small() -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 5e-324, 1e300])
 def test_odd_numbers_are_shown(odd: float) -> None:
-    compared = tuple(replace(one, error=odd, limit=limit, found=odd) for one in COMPARED for limit in (None, 0.0, odd))
+    compared = tuple(
+        replace(one, error=odd, limit=limit, observed=odd) for one in COMPARED for limit in (None, 0.0, odd)
+    )
     tensors = (replace(WRONG, error=odd, limit=odd), replace(WRONG, agrees=True, error=odd, limit=None))
     ran = replace(RAN, ranks=((replace(RAN.ranks[0][0], sights=tensors, microbatch=None),), ()))
     verdict = replace(FAILED, measured=replace(FAILED.measured, compared=compared, ran=ran), seconds=odd)
     laws = (replace(LAWS[0], worst=odd, floor=odd), *LAWS[1:])
-    assert f"{odd:.9g}" in said(replace(verdict, laws=laws, verdict="unknown", stopped="x (y.py:1)", traceback="t"))
+    assert f"{odd:.9g}" in said(replace(verdict, laws=laws, outcome="unknown", stopped="x (y.py:1)", traceback="t"))
     made = campaign([CampaignRow(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
     golden(PageText(made).lines, lines="^Of ")

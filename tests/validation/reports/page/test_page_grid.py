@@ -11,7 +11,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedules import build
 from pipeproof.reports.page.grid import Arrow, Grid
 
-WRONG = Sight("input", False, False, error=0.5, limit=1e-6, really="0F1", due="0F0")
+WRONG = Sight("input", False, False, error=0.5, limit=1e-6, really="0F1", expected="0F0")
 
 
 def ran(*rows: str, wrong: dict[str, Sight] | None = None) -> Ran:
@@ -23,7 +23,7 @@ def ran(*rows: str, wrong: dict[str, Sight] | None = None) -> Ran:
 
 
 def grid(found: Ran, *causes: Cause, compared: tuple[Compared, ...] = ()) -> Grid:
-    return Grid(Verdict("c", "fail", "none", (), cause=causes, measured=Measured(compared, found)), found)
+    return Grid(Verdict("c", "fail", "none", (), causes=causes, measured=Measured(compared, found)), found)
 
 
 def columns(found: Grid) -> list[list[int]]:
@@ -56,9 +56,9 @@ def test_actions_of_a_rank_stand_apart(name: str) -> None:
 
 
 def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
-    later, right = replace(WRONG, really="", due=""), replace(WRONG, agrees=True, error=0.0, really="")
-    seen = {"1F0": WRONG, "1B0": later, "0F0": right, "0F1": replace(later, agrees=None)}
-    found = grid(ran("0F0 0F1 0B0", "1F0 1F1 1B0", wrong=seen), Cause("wrong-message", 1, 1, (0,), "1F0"))
+    later, right = replace(WRONG, really="", expected=""), replace(WRONG, agrees=True, error=0.0, really="")
+    observed = {"1F0": WRONG, "1B0": later, "0F0": right, "0F1": replace(later, agrees=None)}
+    found = grid(ran("0F0 0F1 0B0", "1F0 1F1 1B0", wrong=observed), Cause("wrong-message", 1, 1, (0,), "1F0"))
     assert states(found) == {
         "0F0": "right",
         "0F1": "not compared",
@@ -67,13 +67,13 @@ def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
         "1F1": "not recorded",
         "1B0": "consequence",
     }
-    assert found.arrows == (Arrow((0, 1), (1, 2), due=False), Arrow((0, 0), (1, 2), due=True))
+    assert found.arrows == (Arrow((0, 1), (1, 2), expected=False), Arrow((0, 0), (1, 2), expected=True))
 
 
 def test_no_arrow_goes_back_in_time() -> None:
     """What should have come was made after another was taken for it."""
     found = grid(ran("0F1 0F0", "1F0", wrong={"1F0": WRONG}), Cause("wrong-message", 1, 1, (0,), "1F0"))
-    assert found.arrows == (Arrow((0, 0), (1, 1), due=False),)
+    assert found.arrows == (Arrow((0, 0), (1, 1), expected=False),)
 
 
 def test_a_dropped_microbatch_is_outlined() -> None:
@@ -96,7 +96,7 @@ def test_what_is_first_wrong_is_outlined() -> None:
 
 
 def test_what_an_action_went_into_speaks_for_it() -> None:
-    loss = Compared("loss", 1, "pass", microbatch=0, found=1.0, due=1.0)
+    loss = Compared("loss", 1, "pass", microbatch=0, observed=1.0, expected=1.0)
     wrong = replace(loss, microbatch=1, outcome="fail", error=0.1, limit=1e-6)
     gradient = Compared("gradient", 1, "pass", stage=0, parameter="w", error=1e-8, limit=1e-6)
     found = grid(ran("0F0 0F1 0B0"), compared=(loss, wrong, gradient))
@@ -107,7 +107,7 @@ def test_what_an_action_went_into_speaks_for_it() -> None:
 
 def test_wrong_from_right_sources_is_no_consequence() -> None:
     right = Sight("input gradient", True, True, error=0.0, limit=1e-6)
-    kept = replace(WRONG, really="", due="")
+    kept = replace(WRONG, really="", expected="")
     found = ran("0F0 0B0", "1F0 1B0", wrong={"0B0": kept, "1B0": kept, "1F0": right, "0F0": right})
     cause = Cause("overwritten", 1, 1, (0,), "1B0")
     assert states(grid(found, cause))["0B0"] == "consequence"

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 import pipeproof
+from pipeproof import StepResult
 from pipeproof.records.record_file import read
+from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.framework import Framework
 from pipeproof.wings.adapters.step import FrameworkStep, Sight
 from pipeproof.wings.adapters.whole import Whole
+from tests.support.doubles import InThisProcess
 from tests.support.steps import blocks, loss_fn, pairs
 
 FRONTS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers")
@@ -28,7 +31,7 @@ FRONTS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "tran
 def test_an_adapter_imports_nothing_of_its_framework(name: str) -> None:
     own = getattr(pipeproof, name)
     assert own is import_module(f"pipeproof.wings.adapters.{name}")
-    assert {"check_step", "imports", "observed", "record_step", "validate"} <= {*own.__all__}
+    assert {"check_step", "imports", "observe", "record_step", "validate"} <= {*own.__all__}
     assert name not in sys.modules
 
 
@@ -82,8 +85,21 @@ def test_a_step_of_another_framework_is_checked(factor: float, said: Any) -> Non
     engine = Engine(factor)
     with adapter.check_step(Own(engine), pairs(3), reference=build, timeout_s=5) as check:
         engine.train(pairs(3))
-    assert (check.verdict.verdict, [one.kind for one in check.verdict.cause]) == said, str(check.verdict)
+    assert (check.verdict.outcome, [one.kind for one in check.verdict.causes]) == said, str(check.verdict)
     assert "step" not in vars(engine)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, ("pass", [])), (3.0, ("fail", ["scale"]))])
+def test_a_step_of_it_is_validated(factor: float, said: Any) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> StepResult:
+        engine = Engine(factor)
+        with adapter.observe(Own(engine), microbatches, model) as observed:
+            engine.train([*observed.data_iterator])
+        return observed.result()
+
+    whole, whitebox = Whole(build, build, pairs(3), loss_fn), WhiteBox(InThisProcess())
+    verdict = adapter.validate(Own.framework, step, whole, ranks=1, whitebox=whitebox)
+    assert (verdict.outcome, [one.kind for one in verdict.causes]) == said, str(verdict)
 
 
 def test_it_is_recorded_and_observed(tmp_path: Path) -> None:
@@ -95,16 +111,16 @@ def test_it_is_recorded_and_observed(tmp_path: Path) -> None:
     engine, reference = Engine(1.0), build()
     with torch.no_grad():
         next(reference.parameters()).add_(1.0)
-    with adapter.observed(Own(engine), pairs(3), reference) as seen:
-        engine.train([*seen.data_iterator])
-    handed = seen.handed_back()
+    with adapter.observe(Own(engine), pairs(3), reference) as observed:
+        engine.train([*observed.data_iterator])
+    handed = observed.result()
     assert next(engine.model.parameters()).equal(next(reference.parameters()))
     assert len(handed.losses) == 3
     assert set(handed.gradients) == set(engine.model.parameters())
 
 
 def test_a_step_that_cannot_be_held_against_itself_says_so() -> None:
-    composed = import_module("pipeproof.wings.composed").Composed()
+    composed = import_module("pipeproof.wings.composed").StageByStage()
     with adapter.check_step(Own(Engine(1.0)), pairs(3), reference=composed, timeout_s=5) as check:
         pass
     assert "held against itself" in check.verdict.details

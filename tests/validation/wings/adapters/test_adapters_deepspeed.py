@@ -61,9 +61,9 @@ def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
 
 def test_a_batch_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(engine_of(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.zeros(1))])
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
-    assert judged(engine_of(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
+    assert judged(engine_of(), drawn=DATA[:1] * 2).outcome == "fail"  # it is given, and run twice
 
 
 def test_gradients_are_those_before_clipping() -> None:
@@ -83,7 +83,7 @@ def test_gradients_are_those_before_clipping() -> None:
 )
 def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any) -> None:
     verdict = judged(engine_of(**engine) if isinstance(engine, dict) else engine)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -101,7 +101,7 @@ def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any) -> None
 )
 def test_what_does_not_fit_the_job_is_said(microbatches: Any, build: Any) -> None:
     verdict = judged(engine_of(), microbatches, build)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -118,7 +118,7 @@ def test_an_engine_with_a_step_of_its_own_keeps_it() -> None:
 def test_a_batch_that_was_not_trained_is_no_pass() -> None:
     with pipeproof.deepspeed.check_step(engine_of(), DATA, reference=layers, loss_fn=summed, timeout_s=5) as check:
         pass
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
 
 
 def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
@@ -135,5 +135,5 @@ def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
 
 def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
     engine, source = engine_of(), iter(DATA)
-    assert judged(engine, source, drawn=DATA).verdict == "unknown"
+    assert judged(engine, source, drawn=DATA).outcome == "unknown"
     assert len(list(source)) == 2

@@ -82,7 +82,7 @@ def judged(job: Job, *, factor: float = 1.0, steps: int = 1, **changed: Any) -> 
 
 def test_a_right_step_passes_with_losses_gradients_and_norm() -> None:
     verdict = judged(Job())
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
         "loss": 3,
         "gradient": 4,
@@ -101,13 +101,13 @@ def test_losses_are_those_of_what_the_job_drew_in_this_order(losses: slice, outc
 
 def test_a_wrong_step_is_named() -> None:
     verdict = judged(Job(), factor=3.0)
-    assert (verdict.verdict, [cause.kind for cause in verdict.cause]) == ("fail", ["scale"])
+    assert (verdict.outcome, [cause.kind for cause in verdict.causes]) == ("fail", ["scale"])
 
 
 def test_a_norm_that_is_told_in_parts_is_not_said_to_be_told_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeproof.wings.adapters.sight.held_whole", lambda norm: None)
+    monkeypatch.setattr("pipeproof.wings.adapters.sight.whole_here", lambda norm: None)
     law = judged(Job()).law("grad-norm")
-    assert law.outcome == "not seen"
+    assert law.outcome == "not observed"
     golden(law.note)
 
 
@@ -121,7 +121,7 @@ def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone() -> None:
 
     job.after_complete = lose_a_part
     verdict = judged(job)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     golden(verdict.undecided[0], numbers=False)
     assert "scale" in {kind for one in verdict.ruled_out for kind in one.kinds}
 
@@ -131,7 +131,7 @@ def test_names_of_the_whole_model_are_used() -> None:
         return nn.Sequential(build())
 
     against = SingleDevice(whole, loss_fn)
-    assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").verdict == "pass"
+    assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").outcome == "pass"
 
 
 def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> None:
@@ -148,7 +148,7 @@ def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> N
 
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -167,7 +167,7 @@ def test_what_is_refused_is_said_and_the_job_goes_on(error: Exception, sentence:
     with checking(refused, timeout_s=5) as check:
         went_on = True
     assert went_on
-    assert check.verdict.verdict == "unknown"
+    assert check.verdict.outcome == "unknown"
     assert sentence in check.verdict.details
 
 
@@ -178,7 +178,7 @@ def test_an_adapter_that_raises_ends_no_job() -> None:
         yield
 
     verdict = judged_with(watching=broken)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert "RuntimeError: hooks" in verdict.details
 
     def blind() -> Any:
@@ -199,7 +199,7 @@ def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused
     job = Job()
     with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()
-    assert check.verdict.verdict == "pass", str(check.verdict)
+    assert check.verdict.outcome == "pass", str(check.verdict)
 
 
 def test_what_the_job_raises_is_its_own() -> None:
@@ -212,13 +212,13 @@ def test_what_the_job_raises_is_its_own() -> None:
 
 def test_the_reference_draws_apart_from_the_job() -> None:
     torch.manual_seed(3)
-    due = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(3)
     job = Job()
     torch.manual_seed(3)
     with checking(job.as_step, timeout_s=5):
         found = torch.rand(3)
-    assert found.equal(due)
+    assert found.equal(expected)
 
 
 def test_what_is_frozen_has_no_gradient_and_is_compared() -> None:
@@ -231,7 +231,7 @@ def test_what_is_frozen_has_no_gradient_and_is_compared() -> None:
     job.model = frozen()
     trained = {"gradients": lambda: {one: one.grad for one in job.model.parameters() if one.requires_grad}}
     verdict = judged(job, against=SingleDevice(frozen, loss_fn), **trained)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("presence").checked == 4
 
 

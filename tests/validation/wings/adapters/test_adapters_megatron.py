@@ -115,7 +115,7 @@ def test_a_right_step_passes_in_names_of_the_whole_model(per_token: bool) -> Non
     with torch.no_grad():
         model.get_parameter("decoder.layers.0.linear.weight").fill_(0.25)  # the job has trained
     verdict = judged(model, optimizer=Optimizer(model), calculate_per_token_loss=per_token)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
         "loss": 2,
         "gradient": 4,
@@ -125,19 +125,19 @@ def test_a_right_step_passes_in_names_of_the_whole_model(per_token: bool) -> Non
 
 def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(Model(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.tensor(3.0))])
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
-    assert judged(Model(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
+    assert judged(Model(), drawn=DATA[:1] * 2).outcome == "fail"  # it is given, and run twice
 
 
 def test_without_an_optimizer_gradients_are_those_at_the_end() -> None:
     verdict = judged(Model())
-    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 4), str(verdict)
+    assert (verdict.outcome, verdict.law("gradient").checked) == ("pass", 4), str(verdict)
 
 
 def test_a_wrong_step_is_named() -> None:
     verdict = judged(Model(), factor=2.0)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert verdict.law("gradient").outcome == "fail"
     assert str(verdict.mismatches[0].parameter).startswith("model.decoder.layers.1.linear")
 
@@ -153,7 +153,7 @@ def test_a_wrong_step_is_named() -> None:
 )
 def test_what_is_not_covered_is_refused_and_the_job_goes_on(model: Any, more: Any) -> None:
     verdict = judged(model, **more)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -163,7 +163,7 @@ def test_a_step_in_which_every_token_is_masked_is_said() -> None:
     verdict = judged(
         Model(calculate_per_token_loss=True), microbatches=masked, drawn=masked, calculate_per_token_loss=True
     )
-    assert (verdict.verdict, told in verdict.details) == ("unknown", True), str(verdict)
+    assert (verdict.outcome, told in verdict.details) == ("unknown", True), str(verdict)
     with pytest.raises(pipeproof.megatron.MegatronError, match=told):
         pipeproof.megatron.validate(
             len,

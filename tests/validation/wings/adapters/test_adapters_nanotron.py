@@ -10,7 +10,7 @@ from torch import nn
 
 import pipeproof
 from pipeproof.core.verdict import Verdict
-from pipeproof.wings.adapters.nanotron import held
+from pipeproof.wings.adapters.nanotron import local_tensors
 from tests.support.golden import golden
 from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
 
@@ -39,7 +39,7 @@ def test_a_right_step_passes_before_it_is_clipped() -> None:
     trainer = Trainer()
     nn.init.constant_(trainer.model.first.pp_block.weight, 0.25)  # type: ignore[union-attr,arg-type]  # it has trained
     verdict = judged(trainer)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
         "loss": 2,
         "gradient": 4,
@@ -48,7 +48,7 @@ def test_a_right_step_passes_before_it_is_clipped() -> None:
 
 
 def test_a_loss_that_is_not_divided_is_named() -> None:
-    assert [cause.kind for cause in judged(Trainer(), divisor=1).cause] == ["scale"]
+    assert [cause.kind for cause in judged(Trainer(), divisor=1).causes] == ["scale"]
 
 
 def test_a_block_without_a_step_is_said() -> None:
@@ -95,7 +95,7 @@ POINTED = [{**one, "label_ids": TensorPointer(1)} for one in DATA]
 )
 def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: Any) -> None:
     verdict = judged(trainer(), **given)
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
 
 
@@ -117,18 +117,18 @@ def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
         def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
             return torch.zeros(1)
 
-    (found,) = held([{"input_ids": torch.ones(1).as_subclass(There), "at": "a pointer"}])
+    (found,) = local_tensors([{"input_ids": torch.ones(1).as_subclass(There), "at": "a pointer"}])
     assert {name: (type(one), one.item()) for name, one in found.items()} == {"input_ids": (torch.Tensor, 0.0)}
 
 
 def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
     verdict = judged(Trainer(), drawn=[DATA[0], {**DATA[1], "input_ids": torch.full((1, 2), 5.0)}])
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     golden(verdict.details.splitlines()[0])
-    assert judged(Trainer(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
+    assert judged(Trainer(), drawn=DATA[:1] * 2).outcome == "fail"  # it is given, and run twice
 
 
 def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
     source = iter(DATA)
-    assert judged(Trainer(), microbatches=source).verdict == "unknown"
+    assert judged(Trainer(), microbatches=source).outcome == "unknown"
     assert len(list(source)) == 2

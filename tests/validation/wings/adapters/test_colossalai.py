@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.wings.adapters.colossalai import ColossalAIError
-from pipeproof.wings.adapters.colossalai_chunks import stages_of, told_apart
+from pipeproof.wings.adapters.colossalai_chunks import stages_of, tell_chunks_apart
 from pipeproof.wings.adapters.colossalai_whole import cut, whole_of
 from pipeproof.wings.adapters.whole import OfMicrobatch, Packed
 
@@ -80,7 +80,7 @@ class Model(nn.Module):
         self.words = nn.Embedding(2, 2)
         self.layers = nn.ModuleList(nn.Linear(2, 2) if k in held else nn.Module() for k in range(4))
         self.head = nn.Linear(2, 2)
-        self.seen: list[int] = []
+        self.observed: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
@@ -117,7 +117,7 @@ def test_virtual_stages_of_one_module_are_told_apart(zbv: bool, held: tuple[int,
     called = []
     for number, one in found.items():
         one.register_forward_hook(lambda *_, number=number: called.append(number))
-    with told_apart(stages, model, found):
+    with tell_chunks_apart(stages, model, found):
         model.eval()
         for stages.model_chunk_id in (1, 0):
             assert model(torch.zeros(1)) == 1
@@ -148,4 +148,4 @@ def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ColossalAIError, match=r"^colossalai is 0\.4\.8: this pipeproof knows 0\.5, so install one of it$"
     ):
-        pipeproof.colossalai.observed(booster, None, None, [], nn.Linear(2, 2)).__enter__()
+        pipeproof.colossalai.observe(booster, None, None, [], nn.Linear(2, 2)).__enter__()

@@ -78,9 +78,9 @@ def test_layers_that_cannot_be_are_named(layers: Any, sentence: str) -> None:
 def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
     reference = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
     engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]))
-    with deepspeed.observed(engine, DATA, reference) as seen:
-        engine.train_batch(seen.data_iterator)
-    handed = seen.handed_back()
+    with deepspeed.observe(engine, DATA, reference) as observed:
+        engine.train_batch(observed.data_iterator)
+    handed = observed.result()
     own = engine.module.get_parameter("0.weight")
     assert own.equal(reference.get_parameter("0.weight"))
     assert own.grad is None
@@ -93,9 +93,9 @@ def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
 
 def test_the_norm_that_clips_is_noted_where_the_engine_tells_none() -> None:
     engine = PipelineEngine(WholeDeepSpeed(lambda: [nn.Linear(2, 2)]), norm=None)
-    with deepspeed.observed(engine, DATA, engine.module) as seen:
-        engine.train_batch(seen.data_iterator)
-    assert seen.handed_back().grad_norm == 2.5
+    with deepspeed.observe(engine, DATA, engine.module) as observed:
+        engine.train_batch(observed.data_iterator)
+    assert observed.result().grad_norm == 2.5
     assert sys.modules["deepspeed.runtime.engine"].clip_grad_norm_ is clip_grad_norm_
 
 
@@ -104,16 +104,16 @@ def test_a_reference_of_another_type_is_said_with_its_cure() -> None:
     sentence = (
         r"^the engine.s layers are in torch.bfloat16, the reference in torch.float32: pass dtype=torch.bfloat16 to"
     )
-    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observe(engine, DATA, nn.Linear(2, 2)):
         pass
 
 
 def test_a_step_that_was_not_taken_is_said() -> None:
     module = WholeDeepSpeed(lambda: [nn.Linear(2, 2)])
-    with deepspeed.observed(PipelineEngine(module), DATA, module) as seen:
+    with deepspeed.observe(PipelineEngine(module), DATA, module) as observed:
         pass
     with pytest.raises(DeepSpeedError, match=r"took no step: call engine\.train_batch"):
-        seen.handed_back()
+        observed.result()
 
 
 def mapped(start: int, part: Tensor) -> SimpleNamespace:
@@ -163,7 +163,7 @@ def test_of_two_gradients_the_one_in_fp32_counts() -> None:
     ],
 )
 def test_what_is_not_covered_is_said(engine: Any, sentence: str) -> None:
-    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observe(engine, DATA, nn.Linear(2, 2)):
         pass
 
 
@@ -171,12 +171,12 @@ def test_a_step_has_what_a_launcher_sets_and_leaves_deepspeed_as_it_was(monkeypa
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "7")
-    seen: dict[str, str] = {}
+    observed: dict[str, str] = {}
     comm, ops = sys.modules["deepspeed.comm.comm"], sys.modules["deepspeed.ops"]
     comm.cdb = None  # type: ignore[attr-defined]  # DeepSpeed's
 
     def step(model: nn.Module, microbatches: list[Any]) -> str:
-        seen.update(os.environ)
+        observed.update(os.environ)
         assert not ops.__compatible_ops__["deepspeed_shm_comm"]
         comm.cdb = "made"  # type: ignore[attr-defined]  # DeepSpeed's
         return "handed"
@@ -184,7 +184,12 @@ def test_a_step_has_what_a_launcher_sets_and_leaves_deepspeed_as_it_was(monkeypa
     before = dict(os.environ)
     whole = Whole(layers, lambda: nn.Linear(2, 2), [], alone=deepspeed.as_launched)
     assert whole.run_by(step)(nn.Linear(2, 2), []) == "handed"
-    assert (seen["RANK"], seen["LOCAL_RANK"], seen["LOCAL_SIZE"], seen["DS_ACCELERATOR"]) == ("0", "7", "2", "cpu")
+    assert (observed["RANK"], observed["LOCAL_RANK"], observed["LOCAL_SIZE"], observed["DS_ACCELERATOR"]) == (
+        "0",
+        "7",
+        "2",
+        "cpu",
+    )
     assert dict(os.environ) == before
     assert comm.cdb is None
     assert ops.__compatible_ops__["deepspeed_shm_comm"]

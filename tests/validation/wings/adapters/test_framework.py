@@ -130,8 +130,8 @@ def test_what_is_run_is_called_what_the_user_calls_it() -> None:
 )
 def test_what_is_no_list_of_microbatches_is_said(given: object, words: str) -> None:
     with pytest.raises(AdapterError, match=f"^{words}$"):
-        TINY.listed(given)
-    assert TINY.listed([1]) == [1]
+        TINY.list_microbatches(given)
+    assert TINY.list_microbatches([1]) == [1]
 
 
 @pytest.mark.parametrize(("given", "shown"), [("mse", "'mse'"), (None, "None"), (nn.MSELoss, "a type")])
@@ -141,6 +141,7 @@ def test_what_is_no_function_is_said(given: object, shown: str) -> None:
     TINY.expect_function("criterion", nn.MSELoss(), "a function of two")
 
 
+@pytest.mark.sweep
 def test_what_is_no_whitebox_is_said(whitebox: WhiteBox) -> None:
     for given, shown in (("x", "'x'"), (object(), "a object"), (WhiteBox, "a type")):
         with pytest.raises(

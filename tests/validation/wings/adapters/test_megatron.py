@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof.whitebox import FlatShard
 from pipeproof.wings.adapters import megatron
 from pipeproof.wings.adapters.megatron import MegatronError, gradients_of
-from pipeproof.wings.adapters.megatron_whole import bare, undivided
+from pipeproof.wings.adapters.megatron_whole import bare, whole_loss
 from tests.support.like_megatron import installed
 
 
@@ -95,7 +95,7 @@ def test_a_shared_output_layer_is_a_copy_of_the_embedding(tied: bool, name: str)
 @pytest.mark.usefixtures("_megatron")
 def test_a_chunk_gets_the_weights_of_its_own_layers() -> None:
     reference, chunk = Chunk(1, 4), Chunk(3, 2)
-    with megatron.observed(Wrapped(chunk), forward_step, [], whole(reference)):
+    with megatron.observe(Wrapped(chunk), forward_step, [], whole(reference)):
         pass
     for local in range(2):
         own = chunk.get_parameter(f"decoder.layers.{local}.linear.weight")
@@ -109,7 +109,7 @@ def test_a_reference_that_lacks_a_parameter_is_said() -> None:
     sentence = rf"^a stage has a parameter {form}, the reference has none: build"
     with (
         pytest.raises(MegatronError, match=sentence),
-        megatron.observed([Chunk(3, 1)], forward_step, [], whole(Chunk(1, 2))),
+        megatron.observe([Chunk(3, 1)], forward_step, [], whole(Chunk(1, 2))),
     ):
         pass
 
@@ -175,7 +175,7 @@ def test_a_loss_is_what_its_function_means_by_its_results(
     results: tuple[Any, ...], per_token: bool, loss: float
 ) -> None:
     given = tuple(torch.tensor(one) if not isinstance(one, dict) else one for one in results)
-    assert undivided(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
+    assert whole_loss(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
 
 
 @pytest.fixture
@@ -203,13 +203,13 @@ def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 @pytest.mark.usefixtures("_megatron")
 def test_a_step_is_observed_and_left_as_it_was() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
-    with megatron.observed([chunk], forward_step, [torch.ones(1, 2)], whole(Chunk(1, 1)), optimizer) as seen:
-        output, loss_function = seen.forward_step(seen.data_iterator, chunk)
+    with megatron.observe([chunk], forward_step, [torch.ones(1, 2)], whole(Chunk(1, 1)), optimizer) as observed:
+        output, loss_function = observed.forward_step(observed.data_iterator, chunk)
         schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
         loss = schedules.forward_step_calc_loss(chunk, output, loss_function, chunk.config, 4)  # divides in place
         kept = loss.item() * 4
         assert optimizer.step() == (True, 1.5, None)
-    handed = seen.handed_back()
+    handed = observed.result()
     assert [one.item() for one in handed.losses] == [kept]
     assert handed.grad_norm == 1.5
     assert optimizer.reloaded == 1
@@ -222,16 +222,16 @@ def test_a_step_is_observed_and_left_as_it_was() -> None:
 
 @pytest.mark.usefixtures("_megatron")
 def test_a_step_that_the_optimizer_did_not_take_is_said() -> None:
-    with megatron.observed(Chunk(1, 1), forward_step, [], whole(Chunk(1, 1)), Optimizer()) as seen:
+    with megatron.observe(Chunk(1, 1), forward_step, [], whole(Chunk(1, 1)), Optimizer()) as observed:
         pass
     with pytest.raises(MegatronError, match=r"^optimizer\.step was not called in the block: pass"):
-        seen.handed_back()
+        observed.result()
 
 
 @pytest.mark.usefixtures("_megatron")
 def test_what_a_stage_before_sent_passes_through_the_call() -> None:
     chunk, came, given = Chunk(1, 1), torch.ones(1, 2), []
-    with megatron.observed(chunk, forward_step, [], whole(Chunk(1, 1))):
+    with megatron.observe(chunk, forward_step, [], whole(Chunk(1, 1))):
         chunk.register_forward_pre_hook(lambda _, __, named: given.append(named["stage_input"]), with_kwargs=True)
         chunk.set_input_tensor(came)
         chunk()
@@ -241,14 +241,14 @@ def test_what_a_stage_before_sent_passes_through_the_call() -> None:
 @pytest.mark.usefixtures("_megatron")
 def test_gradients_are_those_that_the_optimizer_was_given() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
-    with megatron.observed(chunk, forward_step, [], whole(Chunk(1, 1)), optimizer) as seen:
+    with megatron.observe(chunk, forward_step, [], whole(Chunk(1, 1)), optimizer) as observed:
         for parameter in chunk.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         for parameter in chunk.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.1)  # clipped
-    assert all(one is not None and bool(one.eq(1).all()) for one in seen.handed_back().gradients.values())
+    assert all(one is not None and bool(one.eq(1).all()) for one in observed.result().gradients.values())
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_what_is_not_covered_is_said(name: str, value: object) -> None:
     setattr(chunk.config, name, value)
     with (
         pytest.raises(MegatronError, match=f"^{name} is {value}: pipeproof.megatron covers"),
-        megatron.observed(chunk, forward_step, [], whole(chunk)),
+        megatron.observe(chunk, forward_step, [], whole(chunk)),
     ):
         pass
 

@@ -106,14 +106,14 @@ def compared(tmp_path: Path, **second: Any) -> Verdict:
 
 def test_two_frameworks_are_compared_by_weights_where_names_are_others(tmp_path: Path) -> None:
     verdict = compared(tmp_path)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert verdict.law("gradient").checked == 4
     golden(verdict.law("parameters-once").note)
 
 
 def test_two_frameworks_that_differ_are_told_apart(tmp_path: Path) -> None:
     verdict = compared(tmp_path, factor=3.0)
-    assert verdict.verdict == "fail"
+    assert verdict.outcome == "fail"
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == {
         "gradient",
         "grad-norm",
@@ -132,9 +132,9 @@ def test_a_step_is_held_against_one_device(tmp_path: Path) -> None:
     data = [{"y": target, "x": inputs} for inputs, target in pairs(3)]
     with recording(lambda: (job.as_step(gradients=trained), data), str(tmp_path / "a"), framework=INSIDE, timeout_s=5):
         job.step(factor=3.0)
-    due = record_step(model, pairs(3), loss_fn=loss_fn)
-    verdict = compare(due, read(tmp_path / "a"))
-    assert (verdict.verdict, [cause.kind for cause in verdict.cause]) == ("fail", ["scale"]), str(verdict)
+    expected = record_step(model, pairs(3), loss_fn=loss_fn)
+    verdict = compare(expected, read(tmp_path / "a"))
+    assert (verdict.outcome, [cause.kind for cause in verdict.causes]) == ("fail", ["scale"]), str(verdict)
     assert verdict.law("presence").outcome == verdict.law("loss").outcome == "pass"
     golden(verdict.law("updated-parameters").note)
     golden(verdict.law("buffers").note)
@@ -153,7 +153,7 @@ def test_microbatches_are_matched_by_content(tmp_path: Path) -> None:
 
 
 def test_the_form_of_a_microbatch_does_not_matter_and_its_content_does(tmp_path: Path) -> None:
-    assert compared(tmp_path, data=[{"y": target, "x": inputs} for inputs, target in pairs(3)]).verdict == "pass"
+    assert compared(tmp_path, data=[{"y": target, "x": inputs} for inputs, target in pairs(3)]).outcome == "pass"
     with pytest.raises(OtherSteps, match="microbatches that are not the same"):
         compared(tmp_path, data=pairs(3, seed=1))
 
@@ -190,8 +190,8 @@ def test_a_norm_that_a_framework_does_not_tell_is_not_compared(tmp_path: Path) -
     recorded(tmp_path / "other", job, watching=blind(job))
     for one, other in (("one", "other"), ("other", "one"), ("other", "other")):
         verdict = compare(read(tmp_path / one), read(tmp_path / other), sides=RUNS)
-        assert verdict.verdict == "pass", str(verdict)
-        assert verdict.law("grad-norm").outcome == "not seen", (one, other)
+        assert verdict.outcome == "pass", str(verdict)
+        assert verdict.law("grad-norm").outcome == "not observed", (one, other)
 
 
 def refused(tmp_path: Path, sentence: str, job: Job | None = None, **changed: Any) -> None:
@@ -274,9 +274,9 @@ def of_a_rank(context: RankContext, path: str, shift: int, other: float) -> str:
     )
     data = pairs(6)[context.rank :: 2]
     job.losses = [float(context.rank + 2 * k) for k in range(3)]
-    with recording(lambda: (step, data), path, framework=OURS, timeout_s=20) as seen:
+    with recording(lambda: (step, data), path, framework=OURS, timeout_s=20) as observed:
         pass
-    return seen.problem
+    return observed.problem
 
 
 def of_two(world: World, path: Path, *, shift: int = 0, other: float = 0.0) -> Record | str:
@@ -298,7 +298,7 @@ def test_parts_that_replicas_have_are_put_together(world: World, tmp_path: Path)
         assert gradient is not None
         assert gradient.equal(parameter.grad)
     assert one.losses == (0, 2, 4, 1, 3, 5)  # the first replica's microbatches come first
-    assert compare(record, record, sides=RUNS).verdict == "pass"  # although two ranks hold every parameter
+    assert compare(record, record, sides=RUNS).outcome == "pass"  # although two ranks hold every parameter
     gap = of_two(world, tmp_path / "b", shift=1)
     golden(str(gap))
     weights = of_two(world, tmp_path / "c", other=1.0)

@@ -113,7 +113,7 @@ def test_loss_functions_that_are_not_covered_are_said(loss_fn: Any, sentence: st
 def test_what_is_no_schedule_is_said() -> None:
     with (
         pytest.raises(TorchtitanError, match=r"^pp_schedule is a int: expected the schedule"),
-        torchtitan.observed(3, [], nn.Linear(1, 1)),
+        torchtitan.observe(3, [], nn.Linear(1, 1)),
     ):
         pass
 

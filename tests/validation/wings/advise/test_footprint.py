@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof.wings.advise.footprint import footprint, kept, least_held, parameters
+from pipeproof.wings.advise.footprint import activation_memory, footprint, least_held, parameters
 from pipeproof.wings.advise.layout import Job, Layout, Recompute
 from pipeproof.wings.advise.pipelined import OFFERED
 from pipeproof.wings.advise.transformer import MODELS, Transformer
@@ -24,11 +24,11 @@ NONE, SELECTIVE, FULL = Recompute
 def test_activations_are_those_of_the_published_formulas(tp: int) -> None:
     """Korthikanti et al., 2022, table 2: bytes of a layer with s = sequence, h = hidden, a = heads, a token each."""
     s, h, a = 2048, GPT.hidden, GPT.heads
-    stored = kept(GPT, 0, NONE, scores=s, dropout=True)
+    stored = activation_memory(GPT, 0, NONE, scores=s, dropout=True)
     assert stored.on(tp, sequence_parallel=False) == h * (10 + 24 / tp + 5 * a * s / h / tp)
     assert stored.on(tp) == h / tp * (34 + 5 * a * s / h)
-    assert kept(GPT, 0, NONE, dropout=True).on(tp) == h / tp * 34
-    assert kept(GPT, 0, FULL).on(tp) == 2 * h / tp
+    assert activation_memory(GPT, 0, NONE, dropout=True).on(tp) == h / tp * 34
+    assert activation_memory(GPT, 0, FULL).on(tp) == 2 * h / tp
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def kept_by_torch(model: Transformer, recompute: Recompute) -> int:
 
 @pytest.mark.parametrize(*each_once(model=[SMALL, GATED], recompute=[*Recompute]))
 def test_torch_keeps_what_is_counted(model: Transformer, recompute: Recompute) -> None:
-    counted = kept(model, 0, recompute).on(1) * BATCH * SEQUENCE
+    counted = activation_memory(model, 0, recompute).on(1) * BATCH * SEQUENCE
     assert kept_by_torch(model, recompute) == pytest.approx(counted, rel=0.03)
 
 
@@ -133,7 +133,7 @@ def test_what_torch_keeps_can_differ() -> None:
 
 def test_the_first_rank_holds_as_many_microbatches_as_its_schedule_says() -> None:
     job = Job(GPT, 64, 2048)
-    one = kept(GPT, 0, NONE).on(8) * 2048 * 96 / 8  # of a stage and a microbatch
+    one = activation_memory(GPT, 0, NONE).on(8) * 2048 * 96 / 8  # of a stage and a microbatch
     first = Layout(tp=8, pp=8, schedule="1f1b")
     assert footprint(job, first).activations == pytest.approx(8 * one)
     interleaved = Layout(tp=8, pp=8, schedule="interleaved", virtual=4)
@@ -144,7 +144,7 @@ def test_the_first_rank_holds_as_many_microbatches_as_its_schedule_says() -> Non
 def test_the_last_rank_has_the_logits() -> None:
     job = Job(MODELS["llama-3-8b"], 8, 8192)
     whole = footprint(job, Layout(recompute=FULL))
-    layers = (32 * kept(job.model, 0, FULL).on(1) + kept(job.model, 0, NONE).on(1)) * 8192
+    layers = (32 * activation_memory(job.model, 0, FULL).on(1) + activation_memory(job.model, 0, NONE).on(1)) * 8192
     assert whole.activations - layers == 8192 * (4 * 128256 + 4 * 4096)
 
 
@@ -161,7 +161,7 @@ def test_every_layer_of_a_stage_counts_as_itself() -> None:
     mixtral = MODELS["mixtral-8x7b"]
     assert mixtral.experts is not None
     model = replace(mixtral, experts=replace(mixtral.experts, dense_layers=8))
-    dense, routed = (kept(model, layer, NONE).on(1) for layer in (0, 8))
+    dense, routed = (activation_memory(model, layer, NONE).on(1) for layer in (0, 8))
     assert routed > dense
     job = Job(model, 4, 1024)
     assert footprint(job, Layout(pp=1)).activations == 1024 * (8 * dense + 24 * routed + 4 * 32_000 + 4 * 4096)

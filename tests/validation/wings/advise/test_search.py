@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.wings.advise.cluster import ACCELERATORS, Cluster
 from pipeproof.wings.advise.layout import Job, Layout, Recompute, problems
-from pipeproof.wings.advise.search import LONG, Allowed, Choice, Kind, find_layouts, weighed
+from pipeproof.wings.advise.search import LONG, Allowed, Choice, Kind, find_layouts, weigh
 from pipeproof.wings.advise.step_time import least_time
 from pipeproof.wings.advise.transformer import MODELS
 from tests.support.sweeps import sampled
@@ -54,7 +54,7 @@ def test_the_search_misses_no_faster_layout() -> None:
     room = allowed.room * EIGHT.device.memory
     assert every_layout.LONG == LONG
     legal = every_layout.every_layout(SMALL, EIGHT, micro=allowed.micro)
-    every = [one for layout in legal if (one := weighed(SMALL, EIGHT, layout)) is not None]
+    every = [one for layout in legal if (one := weigh(SMALL, EIGHT, layout)) is not None]
     fitting = sorted((one for one in every if one.footprint.total <= room), key=lambda one: one.time.total)
     found = find_layouts(SMALL, EIGHT, allowed)
     assert found.best[0].time.total == fitting[0].time.total

@@ -63,8 +63,8 @@ def test_a_verdict_is_the_same_without_causes(
     named = verdict()
     monkeypatch.delattr(home, name)
     alone = verdict()
-    assert (alone.verdict, alone.laws, {*alone.mismatches}) == (named.verdict, named.laws, {*named.mismatches})
-    assert (alone.verdict, bool(named.cause), alone.cause) == ("fail", True, ()), str(named)
+    assert (alone.outcome, alone.laws, {*alone.mismatches}) == (named.outcome, named.laws, {*named.mismatches})
+    assert (alone.outcome, bool(named.causes), alone.causes) == ("fail", True, ()), str(named)
 
 
 TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
@@ -93,7 +93,7 @@ def test_a_multiple_of_a_sparse_gradient_is_named(factor: float) -> None:
         assert words.grad is not None
         words.grad = words.grad * factor
 
-    (cause,) = verdict_after(change).cause
+    (cause,) = verdict_after(change).causes
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, pytest.approx(factor))
 
 
@@ -108,4 +108,4 @@ def test_exchanged_gradients_have_no_name(names: list[str]) -> None:
     verdict = verdict_after(lambda own: exchanged(own, *names))
     places = {(one.law, one.stage, one.parameter) for one in verdict.mismatches}
     assert places == {("gradient", stage, f"{stage}.{name}") for stage in (1, 2) for name in names}, str(verdict)
-    assert not verdict.cause, str(verdict)
+    assert not verdict.causes, str(verdict)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -30,7 +30,7 @@ def checked(world: World, faults: Faults | None = None, **options: Any) -> Verdi
 @pytest.mark.parametrize("kind", ["simulated", "world"])
 def test_a_right_step_agrees_to_the_bit(kind: str, request: pytest.FixtureRequest) -> None:
     verdict = checked(request.getfixturevalue(kind), clips=True)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     checks = {law.name: (law.checked, law.exact) for law in verdict.laws if law.checked}
     assert checks["gradient"] == checks["presence"] == (12, 12)
     assert checks["boundaries"][0] == checks["boundaries"][1] >= 4 * COUNT * (RANKS - 1)
@@ -111,7 +111,7 @@ BROKEN = {
         Faults(after=again),
         {"microbatches", "boundaries"},
         {"doubled"},
-        first={"law": "microbatches", "rank": 1, "found": (0, 1, 2, 3, 2)},
+        first={"law": "microbatches", "rank": 1, "observed": (0, 1, 2, 3, 2)},
     ),
     "a gradient doubled": Broken(Faults(after=doubled_gradient), {"gradient"}, {"scale"}),
     "a loss divided twice": Broken(Faults(2, loss=lambda _, loss: loss / COUNT), {"gradient"}, {"scale"}, None),
@@ -128,7 +128,7 @@ def test_a_broken_link_is_named_at_its_place(name: str, simulated: World) -> Non
     way = BROKEN[name]
     verdict = checked(simulated, way.faults, clips=way.clips)
     assert {law.name for law in verdict.laws if law.outcome == "fail"} == way.laws, str(verdict)
-    causes = [verdict.cause[0], *(one for some in verdict.alternatives for one in some)]
+    causes = [verdict.causes[0], *(one for some in verdict.alternatives for one in some)]
     assert {cause.kind for cause in causes} >= way.kinds, str(verdict)
     assert causes[0].rank == way.rank, str(verdict)
     assert way.microbatches in (None, causes[0].microbatches), str(verdict)
@@ -137,20 +137,20 @@ def test_a_broken_link_is_named_at_its_place(name: str, simulated: World) -> Non
 
 def test_an_update_is_compared_where_it_is_known(simulated: World) -> None:
     verdict = checked(simulated, Faults(updated=moved))
-    assert verdict.verdict == "pass"
+    assert verdict.outcome == "pass"
     golden(verdict.law("updated-parameters").note)
 
 
 @pytest.mark.parametrize("told", [(), (1,)])
 def test_what_is_not_compared_is_no_pass(told: tuple[int, ...], simulated: World) -> None:
     verdicts = simulated.run(silent, told, ranks=2)
-    assert {verdict.verdict for verdict in verdicts} == {"unknown"}
+    assert {verdict.outcome for verdict in verdicts} == {"unknown"}
     assert {verdict.law("comparable").reasons for verdict in verdicts} == {(Reason.USE,)}
     golden(verdicts[0].law("comparable").note)
 
 
 def silent(context: RankContext, told: tuple[int, ...]) -> Verdict:
-    with check_step(stage_of(context.rank), data(2), against=Composed(LOSS), rename=named, timeout_s=5) as check:
+    with check_step(stage_of(context.rank), data(2), against=StageByStage(LOSS), rename=named, timeout_s=5) as check:
         if context.rank in told:
             check.gradients()
     return check.verdict
@@ -206,12 +206,12 @@ def test_a_stage_that_gives_something_else_once(
     stage: type[Odd], outcome: str, cause: tuple[str, tuple[int, ...]] | None
 ) -> None:
     module, microbatches = stage(), data(3)
-    with check_step(module, microbatches, against=Composed(LOSS), timeout_s=5) as check:
+    with check_step(module, microbatches, against=StageByStage(LOSS), timeout_s=5) as check:
         losses = [LOSS(module(inputs), target) for inputs, target in microbatches]
         for loss in losses:
             (loss / 3).backward()
         check.gradients()
         check.report(losses=[loss.item() for loss in losses])
-    assert check.verdict.verdict == outcome, str(check.verdict)
-    assert [(one.kind, one.microbatches) for one in check.verdict.cause[:1]] == ([] if cause is None else [cause])
+    assert check.verdict.outcome == outcome, str(check.verdict)
+    assert [(one.kind, one.microbatches) for one in check.verdict.causes[:1]] == ([] if cause is None else [cause])
     assert check.verdict.law("boundaries").reasons == ((Reason.RERUN,) if cause is None else ())

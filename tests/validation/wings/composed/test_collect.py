@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from tests.support.golden import golden
@@ -28,7 +28,7 @@ class Around(nn.Module):
 
 def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
     inner = layers(torch.tanh)[0]
-    with check_step(inner, DATA, against=Composed(MSE)) as check:
+    with check_step(inner, DATA, against=StageByStage(MSE)) as check:
         for x, target in DATA:
             (MSE(inner.forward(x), target) / 3).backward()
         check.gradients()
@@ -49,7 +49,7 @@ def test_what_to_pass_of_compiled_modules(how: str, sentence: str) -> None:
     else:
         called = torch.compile(given, backend="eager")  # type: ignore[assignment]  # it is a module, too
         given = called if how == "returned" else given
-    with check_step(given, DATA, against=Composed(MSE)) as check:
+    with check_step(given, DATA, against=StageByStage(MSE)) as check:
         for x, target in DATA:
             (MSE(called(x), target) / 3).backward()
         check.gradients()
@@ -61,7 +61,7 @@ def test_several_calls_for_a_microbatch_are_refused(several: bool) -> None:
     inner = layers(torch.tanh)[0]
     around = (lambda x: inner(x) * inner(x + 1)) if several else Around(inner)
     data = [((x, x + 1), target) for x, target in DATA] if several else DATA
-    with check_step(inner, data, against=Composed(MSE)) as check:
+    with check_step(inner, data, against=StageByStage(MSE)) as check:
         for x, target in DATA:
             (MSE(around(x), target) / 3).backward()
         check.gradients()
@@ -73,13 +73,13 @@ def test_several_calls_for_a_microbatch_are_refused(several: bool) -> None:
 def test_only_frozen_stages_may_run_without_gradients(trained: bool) -> None:
     first, last = layers(torch.tanh, torch.sin)
     first.requires_grad_(trained)
-    with check_step({0: first, 1: last}, DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step({0: first, 1: last}, DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for x, target in DATA:
             with torch.no_grad():
                 sent = first(x)
             (MSE(last(sent), target) / 3).backward()
         check.gradients()
-    assert check.verdict.verdict == ("unknown" if trained else "pass"), str(check.verdict)
+    assert check.verdict.outcome == ("unknown" if trained else "pass"), str(check.verdict)
     assert ("call requires_grad_(False)" in check.verdict.details) == trained
 
 
@@ -90,7 +90,7 @@ def verdict_of(update: Update, *, midst: bool = False, own: bool = True) -> Verd
     """
     job = Job(layers(torch.tanh, torch.sin))
     optimizer = torch.optim.SGD(nn.ModuleList(job.stages if own else layers(torch.tanh)).parameters(), lr=0.1)
-    with check_step(dict(enumerate(job.stages)), DATA, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(job.stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
         for m, pair in enumerate(DATA):
             job._train(m, *pair)
             if midst or m == len(DATA) - 1:
@@ -112,16 +112,16 @@ def and_cleared(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("update", [alone, and_cleared])
 def test_steps_over_too_early_are_not_judged(update: Update) -> None:
     verdict = verdict_of(update)
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
 def test_a_step_amid_backwards_is_a_fault() -> None:
-    assert {one.kind for one in verdict_of(alone, midst=True).cause} == {"computation"}
+    assert {one.kind for one in verdict_of(alone, midst=True).causes} == {"computation"}
 
 
 def test_steps_of_other_weights_do_not_matter() -> None:
-    assert verdict_of(alone, own=False).verdict == "pass"
+    assert verdict_of(alone, own=False).outcome == "pass"
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -131,5 +131,5 @@ def test_steps_inside_backwards_are_not_judged(microbatches: int) -> None:
         optimizer = torch.optim.SGD([one], lr=0.1)
         one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     verdict = checked(job)
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])

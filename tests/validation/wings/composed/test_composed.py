@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.contract import Contract, ContractError
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
@@ -89,7 +89,7 @@ OTHERS = {
     "of torch": "stage 0 draws from a Generator of torch that is not part of it",
     "of numpy": "stage 0 draws from a Generator of numpy that is not part of it",
     "of Python": "stage 0 draws from a Random of random that is not part of it",
-    "tracker": "stage 0 draws from a state of random numbers that is kept elsewhere",
+    "tracker": "stage 0 draws from random numbers whose state is kept elsewhere",
     "of a loss": "the loss draws from a Generator of numpy that is not part of it",
 }
 
@@ -105,7 +105,7 @@ def job(context: RankContext, kind: str, checked: bool, told: bool) -> tuple[lis
     loss_fn = partial(noisy, generator=drawn) if kind == "of a loss" else LOSS
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(COUNT)]
-    by = Composed(loss_fn, optimizer=optimizer, generators=[drawn] if told else [])
+    by = StageByStage(loss_fn, optimizer=optimizer, generators=[drawn] if told else [])
     verdicts = []
     for _ in range(2):
         if checked:
@@ -137,13 +137,13 @@ DRAWS = [
 
 
 @pytest.mark.parametrize(("kind", "told", "why"), DRAWS)
-def test_what_a_stage_draws_it_draws_again(kind: str, told: bool, why: str, world: World) -> None:
+def test_what_a_stage_draws_it_draws_again(kind: str, told: bool, why: str, here: World) -> None:
     """Where it is known from what; and the job goes on with its bits in any case."""
-    ((verdicts, weights),) = world.run(job, kind, True, told, ranks=1)
+    ((verdicts, weights),) = here.run(job, kind, True, told, ranks=1)
     for verdict in verdicts:
-        assert verdict.verdict == ("unknown" if why else "pass"), str(verdict)
+        assert verdict.outcome == ("unknown" if why else "pass"), str(verdict)
         assert f"{why}: pass " in verdict.details if why else verdict.tier == "bitwise"
-    assert weights == world.run(job, kind, False, told, ranks=1)[0][1]
+    assert weights == here.run(job, kind, False, told, ranks=1)[0][1]
 
 
 @pytest.mark.parametrize("given", [3, [torch.rand], [None]])
@@ -151,7 +151,7 @@ def test_generators_that_are_none_are_refused(given: Any) -> None:
     with pytest.raises(
         WhiteBoxError, match=r"generators is .*: expected a list of generators of torch, Python or numpy"
     ):
-        Composed(LOSS, generators=given).check()
+        StageByStage(LOSS, generators=given).check()
 
 
 BY_TWO = Contract(loss_divisor=2)
@@ -164,18 +164,18 @@ def mine(model: None, microbatches: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("by", "beside", "said"),
     [
-        ({"loss_fn": LOSS}, {"loss_fn": LOSS}, "loss_fn is given twice, also to Composed: give it once"),
-        ({"contract": BY_TWO}, {"contract": BY_TWO}, "contract is given twice, also to Composed: give it once"),
+        ({"loss_fn": LOSS}, {"loss_fn": LOSS}, "loss_fn is given twice, also to StageByStage: give it once"),
+        ({"contract": BY_TWO}, {"contract": BY_TWO}, "contract is given twice, also to StageByStage: give it once"),
         (
             {},
             {"contract": Contract(operations=["train"])},
             "leave it out, or let reference= be a function that builds the whole model",
         ),
-        ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a Composed, which holds a step up to its gradients"),
+        ({}, {"optimizer": torch.optim.SGD}, "optimizer= with a StageByStage, which holds a step up to its gradients"),
         ({}, {"contract": Contract(outputs=dict)}, "outputs of the contract is not read where a step is held against"),
         ({"contract": Contract(max_norm=1.0)}, {}, "max_norm of the contract is not read where a step is held against"),
-        ({"every": 2}, {}, "every= of Composed is for a running job"),
-        ({"generators": [random.Random(0)]}, {}, "generators= of Composed is for a running job"),
+        ({"every": 2}, {}, "every= of StageByStage is for a running job"),
+        ({"generators": [random.Random(0)]}, {}, "generators= of StageByStage is for a running job"),
         ({"build": 3}, {}, "build is a int"),
         ({}, {"microbatches": [torch.zeros(1)]}, "microbatch 0 is a Tensor: expected a pair of inputs and target"),
     ],
@@ -183,4 +183,4 @@ def mine(model: None, microbatches: list[Any]) -> None:
 def test_what_is_of_other_checks_is_refused(by: dict[str, Any], beside: dict[str, Any], said: str) -> None:
     given = {"microbatches": [(torch.zeros(1), torch.zeros(1))], "ranks": 2, **beside}
     with pytest.raises((WhiteBoxError, ContractError), match=said):
-        WhiteBox(World()).validate(mine, reference=Composed(**by), **given)
+        WhiteBox(World()).validate(mine, reference=StageByStage(**by), **given)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
@@ -103,12 +103,12 @@ CHAINS: dict[str, tuple[Chained, int | None]] = {
 def test_who_forgot_that_a_gradient_is_wanted(name: str, simulated: World) -> None:
     way, rank = CHAINS[name]
     verdict = simulated.run(chain_step, way, ranks=3)[0]
-    assert verdict.verdict == ("pass" if rank is None else "fail"), str(verdict)
-    assert [cause.rank for cause in verdict.cause[:1]] == ([] if rank is None else [rank])
+    assert verdict.outcome == ("pass" if rank is None else "fail"), str(verdict)
+    assert [cause.rank for cause in verdict.causes[:1]] == ([] if rank is None else [rank])
     if rank is None:
         assert verdict.tier == "bitwise"
     else:
-        golden(verdict.cause[0].detail)
+        golden(verdict.causes[0].detail)
 
 
 Back = Callable[[Tensor, Tensor], Any]  # what an inner stage gave, and what flows back to it
@@ -177,7 +177,7 @@ def with_back(back: Back, *, stages: list[nn.Module] | None = None) -> Outside:
 @pytest.mark.parametrize("back", [before, after, together, summed])
 def test_a_loss_outside_of_stages_is_not_known(back: Back) -> None:
     verdict = checked(with_back(back))
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     note = verdict.law("boundaries").note
     for told in ("comes to what stage 1 gave", "test_composed_chain.py", "output gradient of 1B0"):
         assert told in note
@@ -196,8 +196,8 @@ def test_a_loss_outside_of_stages_is_not_known(back: Back) -> None:
 )
 def test_a_backward_that_no_loss_explains(back: Back, kinds: list[str]) -> None:
     verdict = checked(with_back(back))
-    assert verdict.verdict == ("fail" if kinds else "pass"), str(verdict)
-    assert [cause.kind for cause in verdict.cause] == kinds
+    assert verdict.outcome == ("fail" if kinds else "pass"), str(verdict)
+    assert [cause.kind for cause in verdict.causes] == kinds
 
 
 class Hooked(nn.Module):
@@ -219,7 +219,7 @@ class Hooked(nn.Module):
 def test_a_backward_within_a_backward_is_not_known() -> None:
     stages = layers(torch.tanh, torch.sin, torch.tanh)
     verdict = checked(with_back(usual, stages=[stages[0], Hooked(), stages[2]]))
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert Reason.OWN_BACKWARD in verdict.law("boundaries").reasons, str(verdict)
 
 
@@ -256,7 +256,7 @@ class EachOutput(Job):
 
 def one_by_one(job: Job) -> list[Verdict]:
     """Of as many steps as there are stages, one of which alone is run again in each."""
-    by, found = Composed(MSE, stages="one by one"), list[Verdict]()
+    by, found = StageByStage(MSE, stages="one by one"), list[Verdict]()
     for _ in job.stages:
         with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
             job.step()
@@ -269,13 +269,13 @@ def one_by_one(job: Job) -> list[Verdict]:
 @pytest.mark.parametrize("kind", [Job, EachOutput])
 def test_flows_between_outputs_are_known_from_reruns(kind: type[Job]) -> None:
     verdict = checked(kind([*layers(torch.tanh), Twice(), Product()]))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     first, own, _ = one_by_one(kind([*layers(torch.tanh), Twice(), Product()]))
-    assert own.verdict == "pass", str(own)
-    assert first.verdict == "unknown", str(first)
+    assert own.outcome == "pass", str(own)
+    assert first.outcome == "unknown", str(first)
     assert Reason.LINK in first.law("boundaries").reasons, str(first)
 
 
 def test_a_loss_outside_is_not_known_unrerun() -> None:
     for verdict in one_by_one(with_back(before)):
-        assert verdict.verdict == "unknown", str(verdict)
+        assert verdict.outcome == "unknown", str(verdict)

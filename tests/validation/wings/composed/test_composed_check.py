@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract
+from pipeproof import Contract, StageByStage
 from pipeproof.core.reason import Reason
 from pipeproof.records.step_check import check_step
 from pipeproof.wings.composed import check as composed_check
@@ -167,13 +167,13 @@ RIGHT: dict[str, Callable[[], Job]] = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_is_right_passes(case: str) -> None:
     verdict = checked(RIGHT[case]())
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 def test_what_a_rank_makes_is_no_data() -> None:
     given = [((x, torch.randint(9, (3, 4))), target) for x, target in TOKENS]  # the second is used nowhere
     verdict = checked(Job([Words(), *layers(torch.tanh)], TOKENS, more=tokens_at), given=given)
-    assert (verdict.verdict, verdict.law("boundaries").reasons) == ("unknown", (Reason.WIRING,))
+    assert (verdict.outcome, verdict.law("boundaries").reasons) == ("unknown", (Reason.WIRING,))
     golden(verdict.law("boundaries").note)
 
 
@@ -253,7 +253,7 @@ def test_all_laws_say_what_is_not_known(case: str, max_norm: float) -> None:
     job, sentence = UNKNOWN[case]
     verdict = checked(job(), contract=Contract(max_norm=max_norm))
     laws = {one.name: one.outcome for one in verdict.laws}
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert sentence in verdict.details
     assert laws["boundaries"] == laws["gradient"] == laws["grad-norm"] == "unknown", str(verdict)
 
@@ -292,13 +292,13 @@ def test_what_stages_have_besides_tensors_stays() -> None:
     verdict = checked(Job([*stages, put_off], change=put_off.add_up))
     assert not put_off.later
     assert [one.calls for one in stages if isinstance(one, Layer)] == [3, 3]
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
 def test_a_microbatch_that_never_ran_is_named() -> None:
     verdict = checked(Job(layers(torch.tanh, torch.sin), DATA[:2]), given=DATA)
-    cause = verdict.cause[0]
+    cause = verdict.causes[0]
     assert (cause.kind, cause.microbatches) == ("dropped", (2,)), str(verdict)
     golden(cause.detail)
 
@@ -321,7 +321,7 @@ class Switching(nn.Module):
 
 def test_a_call_in_another_mode_is_named() -> None:
     verdict = checked(Job([*layers(torch.tanh), Switching()]))
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("mode", 1, (1,), "1F1"), str(verdict)
 
 
@@ -329,10 +329,10 @@ def test_what_is_no_step_is_refused() -> None:
     (one,) = layers(torch.tanh)
     golden(checked(Job([one, one])).details.splitlines()[0])
     assert "microbatches is empty" in str(checked(Job([one]), given=[]))
-    with check_step(one, DATA, against=Composed(MSE), operation=1) as check:
+    with check_step(one, DATA, against=StageByStage(MSE), operation=1) as check:
         check.gradients()
     golden(check.verdict.details.splitlines()[0])
-    with check_step(one, DATA, against=Composed(MSE)) as check:
+    with check_step(one, DATA, against=StageByStage(MSE)) as check:
         check.gradients()
     golden(check.verdict.details.splitlines()[0])
 
@@ -340,5 +340,5 @@ def test_what_is_no_step_is_refused() -> None:
 def test_a_crash_of_ours_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(composed_check, "judge")
     verdict = checked(Job(layers(torch.tanh, torch.sin)))
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert verdict.law("comparable").reasons == (Reason.CRASH,), str(verdict)

@@ -6,14 +6,14 @@ from torch import nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers
 
 
 def verdicts(inner: nn.Module) -> list[Verdict]:
     """Of three steps, each of another stage; the second is ``inner``."""
     first, last = layers(torch.tanh, torch.sin)
-    job, by, found = Job([first, inner, last]), Composed(MSE, stages="one by one"), list[Verdict]()
+    job, by, found = Job([first, inner, last]), StageByStage(MSE, stages="one by one"), list[Verdict]()
     for _ in job.stages:
         with check_step(dict(enumerate(job.stages)), DATA, against=by, rename="{}.{}".format) as check:
             job.step()
@@ -26,7 +26,7 @@ def verdicts(inner: nn.Module) -> list[Verdict]:
 @pytest.mark.parametrize("inner", [nn.Tanh(), Layer(trained=False)], ids=["none", "frozen"])
 def test_a_stage_may_have_nothing_to_train(inner: nn.Module) -> None:
     for verdict in verdicts(inner):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract, check_step
+from pipeproof import Contract, StageByStage, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -88,7 +88,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def step(context: RankContext, way: Way) -> Verdict:
     torch.manual_seed(context.rank)
-    by = Composed(loss_fn, contract=Contract(loss_divisor=COUNT / way.times))
+    by = StageByStage(loss_fn, contract=Contract(loss_divisor=COUNT / way.times))
     stage, losses = Join(one_side=way.one_side) if context.rank else Fork(wide=way.wide, boxed=way.boxed), list[float]()
     with check_step(stage, data(), against=by, rename="{}.{}".format, timeout_s=20) as check:
         if way.tried:
@@ -175,10 +175,10 @@ def test_a_step_in_an_unusual_way(name: str, simulated: World) -> None:
     way, outcome, said = WAYS[name]
     verdict = simulated.run(step, way, ranks=2)[0]
     laws = [law for law in verdict.laws if law.outcome == outcome]
-    assert outcome in (verdict.verdict, verdict.tier), str(verdict)
+    assert outcome in (verdict.outcome, verdict.tier), str(verdict)
     if outcome == "fail":
-        assert (verdict.cause[0].rank, verdict.cause[0].stage) == (1, 1) or said != "without requires_grad"
-        assert said in (verdict.mismatches[0].law, verdict.cause[0].kind) or said in verdict.details, str(verdict)
+        assert (verdict.causes[0].rank, verdict.causes[0].stage) == (1, 1) or said != "without requires_grad"
+        assert said in (verdict.mismatches[0].law, verdict.causes[0].kind) or said in verdict.details, str(verdict)
     elif said is not None:
         assert any(said in law.reasons for law in laws), str(verdict)
     elif outcome == "unknown":
@@ -202,7 +202,7 @@ class Told(nn.Module):
 def test_an_input_in_an_attribute_is_not_seen() -> None:
     first, last = nn.Linear(WIDTH, WIDTH), Told()
     given = [(torch.ones(ROWS, WIDTH) * m, torch.ones(ROWS, WIDTH)) for m in range(COUNT)]
-    with check_step({0: first, 1: last}, given, against=Composed(loss_fn), rename=lambda s, n: f"{s}.{n}") as check:
+    with check_step({0: first, 1: last}, given, against=StageByStage(loss_fn), rename=lambda s, n: f"{s}.{n}") as check:
         for x, target in given:
             made = first(x)
             last.input_tensor = made.detach().requires_grad_()
@@ -230,7 +230,7 @@ class Tried(Job):
 def test_sums_decide_on_a_call_too_many(cleared: bool, warmup: int) -> None:
     job = Tried(layers(torch.tanh, torch.sin), cleared=cleared)
     verdict = checked(job, given=DATA, contract=Contract(warmup=warmup))
-    assert verdict.verdict == ("pass" if cleared else "fail"), str(verdict)
+    assert verdict.outcome == ("pass" if cleared else "fail"), str(verdict)
     note = verdict.law("microbatches").note
     assert bool(note) == (not warmup)
     assert ("gradients are wrong" in note) == (not warmup and not cleared)
@@ -241,7 +241,7 @@ def test_a_call_too_many_rules_nothing_out(wrong: bool) -> None:
     job = Job(layers(torch.tanh, torch.sin, torch.tanh), trial=True)
     job.fault = lambda stage, m, given: [one * 1.5 if wrong and (stage, m) == (1, 1) else one for one in given]
     verdict = checked(job)
-    assert verdict.verdict == ("fail" if wrong else "pass"), str(verdict)
+    assert verdict.outcome == ("fail" if wrong else "pass"), str(verdict)
     assert verdict.law("microbatches").note
     assert not any("order" in one.kinds for one in verdict.ruled_out)
 
@@ -258,8 +258,8 @@ def test_two_consumers_may_send_the_same(apart: Mapping[int, int], causes: list[
     """The second stage's output goes to the third, and to the fourth, which adds both up."""
     job = Job([*layers(torch.tanh, torch.sin), Next(), Next()], route={3: [(2, 0), (1, 0)]}, apart=apart)
     verdict = checked(job)
-    assert verdict.verdict == ("fail" if causes else "pass"), str(verdict)
-    assert [(one.kind, one.stage) for one in verdict.cause] == causes
+    assert verdict.outcome == ("fail" if causes else "pass"), str(verdict)
+    assert [(one.kind, one.stage) for one in verdict.causes] == causes
 
 
 class Summed(Layer):
@@ -302,8 +302,8 @@ class OneByOne(Job):
 def test_each_output_may_have_its_own_backward(often: int) -> None:
     torch.manual_seed(0)
     verdict = checked(OneByOne([Shared(), Shared(), Summed()], often=often))
-    assert verdict.verdict == ("pass" if often == 1 else "fail"), str(verdict)
-    assert {(one.kind, one.stage) for one in verdict.cause} <= {("doubled", 0), ("doubled", 1)}
+    assert verdict.outcome == ("pass" if often == 1 else "fail"), str(verdict)
+    assert {(one.kind, one.stage) for one in verdict.causes} <= {("doubled", 0), ("doubled", 1)}
 
 
 @pytest.mark.parametrize(("times", "outcome"), [(1.0, "pass"), (2.0, "fail")])
@@ -312,7 +312,7 @@ def test_each_term_of_a_loss_may_have_one(times: float, outcome: str) -> None:
         return MSE(output, target) + output.abs().mean()
 
     first, last = layers(torch.tanh, torch.sin)
-    with check_step({0: first, 1: last}, DATA, against=Composed(both), rename="{}.{}".format) as check:
+    with check_step({0: first, 1: last}, DATA, against=StageByStage(both), rename="{}.{}".format) as check:
         for x, target in DATA:
             sent = first(x)
             came = sent.detach().requires_grad_()
@@ -321,4 +321,4 @@ def test_each_term_of_a_loss_may_have_one(times: float, outcome: str) -> None:
             (times * made.abs().mean() / len(DATA)).backward()
             sent.backward(came.grad)
         check.gradients()
-    assert check.verdict.verdict == outcome, str(check.verdict)
+    assert check.verdict.outcome == outcome, str(check.verdict)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -64,7 +64,7 @@ def job(context: RankContext, size: float, factor: float, lost: int | None, cast
     data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(COUNT)]
     data[0] = data[0][0], torch.ones(ROWS, WIDTH)  # the first tells nothing
     losses = list[float]()
-    with check_step(dict(enumerate(stages)), data, against=Composed(padded), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), data, against=StageByStage(padded), rename="{}.{}".format) as check:
         for number, (x, target) in enumerate(data):
             before = [None if one.grad is None else one.grad.clone() for one in stages[0].parameters()]
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
@@ -100,13 +100,13 @@ UNSTEADY = [  # by how much kernels differ, the factor and the microbatch that i
 
 @pytest.mark.parametrize(("size", "factor", "lost", "cast", "said"), UNSTEADY)
 def test_kernels_may_differ_as_their_type_rounds(
-    size: float, factor: float, lost: int | None, cast: bool, said: str, world: World
+    size: float, factor: float, lost: int | None, cast: bool, said: str, here: World
 ) -> None:
-    ((verdict, calls),) = world.run(job, size, factor, lost, cast, ranks=1)
+    ((verdict, calls),) = here.run(job, size, factor, lost, cast, ranks=1)
     if said in ("unknown", "fail", "lost"):
-        assert verdict.verdict == ("unknown" if said == "unknown" else "fail"), str(verdict)
+        assert verdict.outcome == ("unknown" if said == "unknown" else "fail"), str(verdict)
     else:
-        assert (verdict.verdict, verdict.tier) == ("pass", said), str(verdict)
+        assert (verdict.outcome, verdict.tier) == ("pass", said), str(verdict)
         assert (verdict.law("gradient").worst > 0) == (size > 0)
         assert 2 * COUNT <= calls <= 2 * COUNT + (2 * 4 if size else 0), "each once, and rounding of one of each stage"
     if said == "fail":
@@ -147,7 +147,7 @@ def test_a_multiple_in_bf16_is_no_rounding(factor: float, outcome: str) -> None:
     data = [(x.bfloat16(), y.bfloat16()) for x, y in DATA]
     job, apart = Job(stages, data), Job([copy.deepcopy(one) for one in stages], data[::-1])
     apart.step()
-    with check_step(dict(enumerate(stages)), data, against=Composed(MSE), rename="{}.{}".format) as check:
+    with check_step(dict(enumerate(stages)), data, against=StageByStage(MSE), rename="{}.{}".format) as check:
         losses = job.step()
         for one, other in zip(stages[1].parameters(), apart.stages[1].parameters(), strict=True):
             assert other.grad is not None
@@ -176,7 +176,7 @@ def test_a_loss_is_off_as_its_type_rounds(loss_fn: object, factor: float, outcom
     torch.manual_seed(0)
     stage = nn.Linear(8, 8).bfloat16()
     data = [(torch.randn(2, 4, 8).bfloat16()).unbind() for _ in range(3)]
-    with check_step(stage, data, against=Composed(loss_fn)) as check:  # type: ignore[arg-type]
+    with check_step(stage, data, against=StageByStage(loss_fn)) as check:  # type: ignore[arg-type]
         losses = [loss_fn(stage(x), target) for x, target in data]  # type: ignore[operator]
         for loss in losses:
             (loss / 3).backward()

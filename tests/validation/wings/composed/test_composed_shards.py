@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipeproof import Composed, check_step
+from pipeproof import StageByStage, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox.handed_back import FlatShard
@@ -69,7 +69,7 @@ PLAIN = (WAYS[0], *WAYS[2:4], *WAYS[6:8], WAYS[9])  # as others are, that have s
 @pytest.mark.parametrize("way", some(WAYS, left=PLAIN))
 def test_right_steps_in_shards_pass(way: Sharded, simulated: World) -> None:
     for verdict in verdicts(simulated, way, ranks=8 if way.copies > 1 else 4):
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         laws = {law.name: law for law in verdict.laws}
         assert all(laws[name].checked for name in ("boundaries", "gradient", "updated-parameters"))
         if way.policy == MixedPrecisionPolicy(BF16, FP32) and not way.late:
@@ -104,16 +104,16 @@ def test_a_fault_in_shards_is_named(name: str, simulated: World) -> None:
     way, places, cause = FAULTS[name]
     verdict = first(simulated, way)
     wrong = {(one.law, one.rank, one.parameter) for one in verdict.mismatches}
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     assert places is None or {one for one in wrong if one[0] in {law for law, *_ in places}} == places, str(verdict)
-    named = [(one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.cause]
+    named = [(one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.causes]
     assert named == [cause] if cause is not None else named, str(verdict)
     assert "put together" not in verdict.details, "that is not told of other causes"
 
 
 def test_gradients_of_the_step_before_in_shards(simulated: World) -> None:
     verdict = verdicts(simulated, Sharded(plant=Plant(kept=lambda rank: rank >= 2)))[1]
-    told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.cause]
+    told = [(cause.kind, cause.rank, cause.stage) for cause in verdict.causes]
     assert told == [("stale-gradient", 2, 1)], str(verdict)
 
 
@@ -123,7 +123,7 @@ def in_flat_parts(context: RankContext, fault: str) -> Verdict:
     stage = nn.Linear(WIDTH, WIDTH)
     draw = torch.Generator().manual_seed(context.rank)
     data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
-    with check_step({0: stage}, data, against=Composed(LOSS), timeout_s=20) as check:
+    with check_step({0: stage}, data, against=StageByStage(LOSS), timeout_s=20) as check:
         for x, target in data:
             (LOSS(stage(x), target) / COUNT).backward()
         parts = {}
@@ -142,7 +142,7 @@ def in_flat_parts(context: RankContext, fault: str) -> Verdict:
 
 def test_gradients_may_be_in_other_parts_than_weights(simulated: World) -> None:
     verdict = simulated.run(in_flat_parts, "", ranks=2)[0]
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     wrong = simulated.run(in_flat_parts, "wrong", ranks=2)[0]
     assert {(one.rank, one.law) for one in wrong.mismatches} == {(1, "gradient")}
     lost = simulated.run(in_flat_parts, "lost", ranks=2)[0].law("gradient")
@@ -164,7 +164,7 @@ def refused(context: RankContext, kind: str) -> Verdict:
         stage.set_reshard_after_backward(False)  # type: ignore[operator]  # of FSDPModule
     draw = torch.Generator().manual_seed(context.rank)
     microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw))]
-    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+    with check_step({0: stage}, microbatches, against=StageByStage(LOSS), timeout_s=20) as check:
         if kind in ("kept", "evaluated"):
             LOSS(stage(microbatches[0][0]), microbatches[0][1]).backward()
         check.gradients()
@@ -181,7 +181,7 @@ def refused(context: RankContext, kind: str) -> Verdict:
 )
 def test_what_cannot_be_put_together(kind: str, why: str, simulated: World) -> None:
     verdict = simulated.run(refused, kind, ranks=4)[0]
-    assert verdict.verdict == ("unknown" if why else "pass"), str(verdict)
+    assert verdict.outcome == ("unknown" if why else "pass"), str(verdict)
     assert why in verdict.laws[0].note
 
 
@@ -196,7 +196,7 @@ def cut_between(context: RankContext) -> Verdict:
     x, target, part = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.empty(ROWS // 2, WIDTH)
     dist.broadcast(x, 0)
     dist.broadcast(target, 0)
-    against = Composed(LOSS)
+    against = StageByStage(LOSS)
     with check_step({number: stage}, [(x, target)], against=against, rename="{}.{}".format, timeout_s=20) as check:
         if number:
             dist.recv(part, other)
@@ -213,7 +213,7 @@ def cut_between(context: RankContext) -> Verdict:
 
 def test_stages_that_pass_on_parts_are_refused(simulated: World) -> None:
     verdict = simulated.run(cut_between, ranks=4)[0]
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.RERUN,), str(verdict)
     golden(verdict.law("comparable").note)
 
@@ -230,14 +230,14 @@ def parts_stay(context: RankContext) -> list[bool]:
     draw = torch.Generator().manual_seed(context.rank)
     microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
     kind, members, hooks = type(stage), {*stage.__dict__}, hooks_of(stage)
-    with check_step({0: stage}, microbatches, against=Composed(LOSS), timeout_s=20) as check:
+    with check_step({0: stage}, microbatches, against=StageByStage(LOSS), timeout_s=20) as check:
         for x, target in microbatches:
             (LOSS(stage(x), target) / COUNT).backward()
         weight, gradient = stage[0].weight, stage[0].weight.grad
         check.gradients()
     same = stage[0].weight is weight and stage[0].weight.grad is gradient
     dist.barrier()
-    passed = check.verdict.verdict == "pass"
+    passed = check.verdict.outcome == "pass"
     return [passed, same, type(stage) is kind, {*stage.__dict__} == members, hooks_of(stage) == hooks]
 
 
@@ -285,7 +285,7 @@ def cut_inside(context: RankContext, kind: str) -> Verdict:
     mesh = init_device_mesh("cpu", (context.ranks,))
     stage, draw = cut_stage(kind, mesh, context.rank), torch.Generator().manual_seed(1)
     data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
-    with check_step({0: stage}, data, against=Composed(LOSS), timeout_s=20) as check:
+    with check_step({0: stage}, data, against=StageByStage(LOSS), timeout_s=20) as check:
         torch.manual_seed(context.rank)
         for x, target in data[::-1] if kind == "order" and context.rank else data:
             x = x[context.rank :: context.ranks] if kind == "parts" else x
@@ -311,8 +311,8 @@ def cut_inside(context: RankContext, kind: str) -> Verdict:
 def test_a_stage_that_is_cut_inside(kind: str, told: str, simulated: World) -> None:
     verdict = simulated.run(cut_inside, kind, ranks=2)[0]
     outcome = {"": "pass", "unsummed": "fail"}.get(kind, "unknown")
-    assert verdict.verdict == outcome, str(verdict)
+    assert verdict.outcome == outcome, str(verdict)
     assert told in verdict.details
     if outcome == "fail":
         assert verdict.law("boundaries").outcome == "fail", str(verdict)
-        golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
+        golden("\n".join(cause.detail for cause in verdict.causes), numbers=False)

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from pipeproof import Composed, Contract, World
+from pipeproof import Contract, StageByStage, StepResult, World, watch
 from pipeproof.core.cause import Cause
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.reason import Reason, reasons_of
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.action import Action
-from pipeproof.whitebox import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.whitebox import WhiteBox, torch_pipelining
 from pipeproof.whitebox.handed_back import HandBackError
 from pipeproof.whitebox.stages_in_order import Flow
-from pipeproof.wings.composed.step import Modules, stage_numbers, told_by
+from pipeproof.wings.composed.step import Modules, stage_numbers, stages_of_actions
 from tests.examples.my_pipeline import OneFOneB, build_model, loss_fn
 from tests.support.golden import golden
 
@@ -126,9 +126,10 @@ def whole_on_meta() -> nn.Module:
     return build_model()
 
 
+@pytest.mark.sweep
 def test_a_right_step_passes_without_a_model(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, Mine(after=updated), Composed(build=whole_on_meta), loss_fn=loss_fn)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    verdict = judged(whitebox, Mine(after=updated), StageByStage(build=whole_on_meta), loss_fn=loss_fn)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     golden(verdict.config)
     compared = {law.name: law.checked for law in verdict.laws if law.outcome == "pass"}
     assert compared == {
@@ -161,25 +162,25 @@ FAULTS: dict[str, tuple[Mine, Any, tuple[Any, ...] | None]] = {
 def test_a_fault_is_named_as_beside_a_reference(
     whitebox: WhiteBox, step: Mine, ranks: Any, place: tuple[Any, ...] | None
 ) -> None:
-    alone = judged(whitebox, step, Composed(loss_fn), ranks)
+    alone = judged(whitebox, step, StageByStage(loss_fn), ranks)
     if place is None:
-        assert alone.verdict == "pass", str(alone)
+        assert alone.outcome == "pass", str(alone)
         return
     beside = judged(whitebox, step, build_model, ranks, loss_fn=loss_fn)
-    assert alone.verdict == beside.verdict == "fail", f"{alone}\n{beside}"
-    assert told(alone.cause[0]) == place, str(alone)
-    said = zip(told(beside.cause[0]), place, strict=True)
+    assert alone.outcome == beside.outcome == "fail", f"{alone}\n{beside}"
+    assert told(alone.causes[0]) == place, str(alone)
+    said = zip(told(beside.causes[0]), place, strict=True)
     assert all(one in (other, None) for one, other in said), f"the whole reference says more or else: {beside}"
 
 
-def interleaved(model: None, microbatches: Pairs, loss_fn: Any = loss_fn, last_data: Any = unchanged) -> HandedBack:
+def interleaved(model: None, microbatches: Pairs, loss_fn: Any = loss_fn, last_data: Any = unchanged) -> StepResult:
     rank, whole = dist.get_rank(), build_model()
     stages = [PipelineStage(whole[k : k + 1], k, 4, torch.device("cpu")) for k in (rank, rank + 2)]
     schedule = ScheduleInterleaved1F1B(stages, COUNT, loss_fn=loss_fn)
     return torch_pipelining.step(schedule, last_data(microbatches) if rank == 1 else microbatches)
 
 
-def without_trace(model: None, microbatches: Pairs) -> HandedBack:
+def without_trace(model: None, microbatches: Pairs) -> StepResult:
     return replace(interleaved(model, microbatches), trace=None)
 
 
@@ -195,8 +196,8 @@ def without_trace(model: None, microbatches: Pairs) -> HandedBack:
 def test_where_nothing_tells_the_stages_the_contract_does(
     whitebox: WhiteBox, said: Any, outcome: str, law: str
 ) -> None:
-    verdict = judged(whitebox, without_trace, Composed(loss_fn), contract=Contract(stages=said))
-    assert (verdict.verdict, verdict.law(law).outcome) == (outcome, outcome), str(verdict)
+    verdict = judged(whitebox, without_trace, StageByStage(loss_fn), contract=Contract(stages=said))
+    assert (verdict.outcome, verdict.law(law).outcome) == (outcome, outcome), str(verdict)
     assert (Reason.STAGES in verdict.law(law).reasons) == (not said)
 
 
@@ -218,9 +219,9 @@ def shifted(microbatches: Pairs) -> Pairs:
     ids=["right", "uphill", "targets shifted"],
 )
 def test_a_schedule_of_torch_says_its_stages(whitebox: WhiteBox, options: Any, place: tuple[Any, ...] | None) -> None:
-    verdict = judged(whitebox, partial(interleaved, **options), Composed(loss_fn))
-    assert verdict.verdict == ("pass" if place is None else "fail"), str(verdict)
-    assert [told(one) for one in verdict.cause[:1]] == ([] if place is None else [place]), str(verdict)
+    verdict = judged(whitebox, partial(interleaved, **options), StageByStage(loss_fn))
+    assert verdict.outcome == ("pass" if place is None else "fail"), str(verdict)
+    assert [told(one) for one in verdict.causes[:1]] == ([] if place is None else [place]), str(verdict)
 
 
 def unwatched(model: None, microbatches: Pairs) -> Any:
@@ -233,17 +234,17 @@ def alone(model: None, microbatches: Pairs) -> Any:
 
 
 def with_outputs(model: None, microbatches: Pairs) -> Any:
-    return HandedBack(*Mine()(model, microbatches), outputs={"y": [1, 2, 3, 4]})
+    return StepResult(*Mine()(model, microbatches), outputs={"y": [1, 2, 3, 4]})
 
 
 def by_index(model: None, microbatches: Pairs) -> Any:
     stage, losses = Mine()(model, microbatches)
-    return HandedBack(stage, losses, gradients={one: (one.grad, slice(0, 1)) for one in stage.parameters()})
+    return StepResult(stage, losses, gradients={one: (one.grad, slice(0, 1)) for one in stage.parameters()})
 
 
 def twice(model: None, microbatches: Pairs) -> Any:
     stage, losses = Mine()(model, microbatches)
-    return HandedBack([stage, stage], losses, trace=["0F0"])
+    return StepResult([stage, stage], losses, trace=["0F0"])
 
 
 def of_the_model(model: Any, microbatches: Pairs) -> Any:
@@ -258,12 +259,12 @@ def of_the_model(model: Any, microbatches: Pairs) -> Any:
         (with_outputs, "with_outputs handed back outputs, which no whole model is there to give"),
         (by_index, "by_index handed back a part of a gradient by its index: expected a FlatShard"),
         (twice, "twice handed back modules, and nothing tells in which order they are the stages: say stages="),
-        (of_the_model, "the step is given what build= of Composed makes on the meta device, or None"),
+        (of_the_model, "the step is given what build= of StageByStage makes on the meta device, or None"),
     ],
 )
 def test_what_cannot_be_checked_so_is_said(simulated: World, step: Callable[..., Any], said: str) -> None:
-    verdict = judged(WhiteBox(simulated), step, Composed(loss_fn))
-    assert verdict.verdict == "unknown"
+    verdict = judged(WhiteBox(simulated), step, StageByStage(loss_fn))
+    assert verdict.outcome == "unknown"
     assert said in f"{verdict.headline}\n{verdict.failure}", str(verdict)
 
 
@@ -275,12 +276,12 @@ def local_names(model: None, microbatches: Pairs) -> Any:
 
 def test_names_tell_what_weights_are_called(simulated: World) -> None:
     whitebox = WhiteBox(simulated)
-    verdict = judged(whitebox, local_names, Composed(loss_fn))
-    assert verdict.verdict == "unknown"
+    verdict = judged(whitebox, local_names, StageByStage(loss_fn))
+    assert verdict.outcome == "unknown"
     golden(verdict.headline, numbers=False)
     names = lambda name, rank, module: f"{2 * rank + int(name[0])}{name[1:]}"  # noqa: E731
     assert (
-        judged(whitebox, local_names, Composed(loss_fn, build=build_model), contract=Contract(names=names)).verdict
+        judged(whitebox, local_names, StageByStage(loss_fn, build=build_model), contract=Contract(names=names)).outcome
         == "pass"
     )
 
@@ -312,12 +313,16 @@ def test_one_module_has_its_ranks_place() -> None:
 def test_what_ran_tells_the_stage() -> None:
     calls = [[Call(True, began=1), Call(True, began=4)], [Call(True, began=2)]]
     trace = [Action.parse(one) for one in ("3F0", "0F0", "0B0", "3F1")]
-    told = told_by(trace, calls)
+    told = stages_of_actions(trace, calls)
     assert told == [3, 0]
-    every = [replace(V_SHAPED[0], told=told), replace(V_SHAPED[1], told=[1, 2])]
+    every = [replace(V_SHAPED[0], traced=told), replace(V_SHAPED[1], traced=[1, 2])]
     assert numbers(every, Replicas.along(2, 2)) == [[3, 0], [1, 2]]
-    assert told_by(trace[:-1], calls) is told_by(None, calls) is None, "other calls than the trace has"
-    assert told_by([Action.parse(one) for one in ("3F0", "3F1", "0F0")], calls) is None, "two stages in one module"
+    assert stages_of_actions(trace[:-1], calls) is stages_of_actions(None, calls) is None, (
+        "other calls than the trace has"
+    )
+    assert stages_of_actions([Action.parse(one) for one in ("3F0", "3F1", "0F0")], calls) is None, (
+        "two stages in one module"
+    )
 
 
 def digests(*names: str) -> frozenset[bytes]:
@@ -361,7 +366,7 @@ def test_what_the_contract_says_comes_first() -> None:
         (V_SHAPED[0], [[0]], "has \\[0\\] for rank 0, which handed back 2 modules: mend one"),
         (V_SHAPED[0], [[0, 1], [2]], "has \\[2\\] for rank 1, which handed back 2 modules"),
         (V_SHAPED[0], [[0, 1]], "has \\[\\] for rank 1, which handed back 2 modules"),
-        (replace(V_SHAPED[0], told=[0, 1]), [[1, 0], [2, 3]], "for rank 0, which handed back the stages \\[0, 1\\]"),
+        (replace(V_SHAPED[0], traced=[0, 1]), [[1, 0], [2, 3]], "for rank 0, which handed back the stages \\[0, 1\\]"),
     ],
 )
 def test_the_contract_may_not_be_contradicted(one: Modules, said: list[list[int]], told: str) -> None:

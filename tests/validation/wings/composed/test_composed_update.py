@@ -18,7 +18,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -132,7 +132,7 @@ def step_of(
     stages = layers(torch.tanh, torch.sin) if stages is None else stages
     own = [one for stage in stages for one in stage.parameters()]
     optimizer = make(own)
-    against = Composed(MSE, optimizer=optimizer, contract=Contract(max_norm=max_norm))
+    against = StageByStage(MSE, optimizer=optimizer, contract=Contract(max_norm=max_norm))
     with check_step(dict(enumerate(stages)), DATA, against=against, rename=lambda s, n: f"{s}.{n}") as check:
         Job(stages).step()
         check.gradients()
@@ -152,7 +152,7 @@ KNOWN: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_what_an_optimizer_makes_of_gradients_is_known(case: str) -> None:
     verdict, _ = step_of(KNOWN[case])
-    assert (verdict.verdict, verdict.law("updated-parameters").checked) == ("pass", COUNT), str(verdict)
+    assert (verdict.outcome, verdict.law("updated-parameters").checked) == ("pass", COUNT), str(verdict)
     verdict, _ = step_of(KNOWN[case], fault=2.0)
     assert [law.name for law in verdict.laws if law.outcome == "fail"] == ["updated-parameters"], str(verdict)
 
@@ -183,7 +183,7 @@ def test_an_optimizer_without_a_copy_is_not_blamed(case: str) -> None:
     laws = {law.name: law for law in verdict.laws}
     assert [name for name, law in laws.items() if law.outcome == "unknown"] == ["updated-parameters"], str(verdict)
     assert sentence in laws["updated-parameters"].note
-    assert (verdict.verdict, laws["gradient"].checked) == ("unknown", COUNT)
+    assert (verdict.outcome, laws["gradient"].checked) == ("unknown", COUNT)
     _, plain = step_of(lambda own: SGD(own, lr=0.1))
     assert all(torch.equal(*pair) for pair in zip(kept, plain, strict=True)), "the check moves no weights"
 
@@ -216,7 +216,7 @@ def step(context: RankContext, told: str, harm: str) -> Verdict:
     draw = torch.Generator().manual_seed(0)
     data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
     other = 1 - context.rank
-    against = Composed(MSE, optimizer=by)
+    against = StageByStage(MSE, optimizer=by)
     with check_step({context.rank: stage}, data, against=against, rename="{}.{}".format, timeout_s=20) as check:
         for x, target in data:
             if context.rank:
@@ -278,7 +278,7 @@ def masters(change: Callable[[nn.Linear, dict[str, Tensor]], None], *, early: bo
             change(module, copies)
     at.give_up("it steps elsewhere")
     at.enter({}, rank=2)
-    return [(one.parameter, one.seen) for one in ledger.mismatches], at.causes
+    return [(one.parameter, one.observed_text) for one in ledger.mismatches], at.causes
 
 
 def moved(module: nn.Linear, copies: dict[str, Tensor]) -> None:

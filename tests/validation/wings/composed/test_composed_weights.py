@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeproof import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import Composed
+from pipeproof.wings.composed import StageByStage
 from tests.support.pipeline_here import MSE, Job, checked, layers
 
 EQUAL = "stages 0 and 2 begin with equal weights: pass build=, or say ties, which tell whether they are one"
@@ -94,12 +94,12 @@ def test_the_model_tells_which_weights_are_one(
 ) -> None:
     told = {"contract": build} if isinstance(build, Contract) else {"build": build}
     verdict = checked(Tied(stages_of(begin), added=added), **told)
-    assert verdict.verdict == said, str(verdict)
+    assert verdict.outcome == said, str(verdict)
     for law in ("presence", "gradient"):
         assert verdict.law(law).left_out == (ENDS if said == "unknown" else ())
         assert (EQUAL in verdict.law(law).note) == (said == "unknown")
-    assert verdict.law("grad-norm").outcome == ("not seen" if said == "fail" else said), str(verdict)
-    assert ("tied-not-summed" in [one.kind for one in verdict.cause]) == (build in (ONE, TIED) and not added)
+    assert verdict.law("grad-norm").outcome == ("not observed" if said == "fail" else said), str(verdict)
+    assert ("tied-not-summed" in [one.kind for one in verdict.causes]) == (build in (ONE, TIED) and not added)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_the_model_tells_which_weights_are_one(
 )
 def test_ties_that_cannot_be_are_refused(build: Any, sentence: str) -> None:
     verdict = checked(Tied(stages_of(draw)), build=build, contract=Contract(ties=[(*ENDS, "x")]))
-    assert (verdict.verdict, sentence in verdict.details) == ("unknown", True), str(verdict)
+    assert (verdict.outcome, sentence in verdict.details) == ("unknown", True), str(verdict)
 
 
 def test_what_else_is_wrong_still_fails() -> None:
     verdict = checked(Tied(stages_of(draw), keep=0.5, late=1.0))
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
     assert verdict.law("gradient").left_out == ENDS
 
 
@@ -120,7 +120,7 @@ def test_what_else_is_wrong_still_fails() -> None:
 def test_an_unknown_norm_clips_to_unknown_weights(bound: float | None, said: str) -> None:
     job = Tied(stages_of(draw))
     optimizer = torch.optim.SGD([one for stage in job.stages for one in stage.parameters()], lr=0.1)
-    by = Composed(MSE, optimizer=optimizer, contract=Contract(max_norm=bound))
+    by = StageByStage(MSE, optimizer=optimizer, contract=Contract(max_norm=bound))
     with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
         job.step()
         check.gradients()
@@ -129,7 +129,7 @@ def test_an_unknown_norm_clips_to_unknown_weights(bound: float | None, said: str
 
 
 def test_one_stage_is_in_doubt_with_its_weight() -> None:
-    job, by, found = Tied(stages_of(draw)), Composed(MSE, stages="one by one"), list[Verdict]()
+    job, by, found = Tied(stages_of(draw)), StageByStage(MSE, stages="one by one"), list[Verdict]()
     for _ in job.stages:
         with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
             job.step()
@@ -174,7 +174,7 @@ def repeated(*blocks: nn.Module, alone: str) -> Verdict:
 def test_norms_are_in_doubt_with_their_module(alone: str) -> None:
     block = Block()
     verdict = repeated(*(deepcopy(block) for _ in range(3)), alone=alone)
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     names = [f"{k}.1.{name}" for name, _ in block.named_parameters() for k in range(3)]
     assert sorted(verdict.law("gradient").left_out) == sorted(names)
 
@@ -191,11 +191,11 @@ def test_weights_that_nobody_trains_may_be_equal(frozen: list[int], said: str) -
     for k in frozen:
         stages[k].layer.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
     verdict = checked(Job(stages))
-    assert verdict.verdict == said, str(verdict)
+    assert verdict.outcome == said, str(verdict)
 
 
 def test_one_parameter_in_two_stages_is_one() -> None:
     stages = stages_of(draw)
     stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
     verdict = checked(Job(stages))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import Composed, Contract, check_step
+from pipeproof import Contract, StageByStage, check_step
 from pipeproof.core.contract import DEFAULTS
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
@@ -51,7 +51,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def step(context: RankContext, way: Dividing) -> Verdict:
     rank, draw = context.rank, torch.Generator().manual_seed(context.rank)
-    count, by = way.counts[rank], Composed(loss_fn, stages=way.stages, contract=way.said)  # type: ignore[arg-type]
+    count, by = way.counts[rank], StageByStage(loss_fn, stages=way.stages, contract=way.said)  # type: ignore[arg-type]
     data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(count)]
     if way.padded is not None and way.padded[0] == rank:
         data[way.padded[1]][1].fill_(torch.nan)
@@ -154,8 +154,8 @@ WAYS = [
 @pytest.mark.parametrize(("way", "outcome", "sentence"), [one[1:] for one in WAYS], ids=[one[0] for one in WAYS])
 def test_each_way_of_dividing(way: Dividing, outcome: str, sentence: str, simulated: World) -> None:
     verdict = simulated.run(step, way, ranks=len(way.counts))[0]
-    assert verdict.verdict == outcome, str(verdict)
-    assert [one.kind for one in verdict.cause[:1]] == ["scale"] * (outcome == "fail")
+    assert verdict.outcome == outcome, str(verdict)
+    assert [one.kind for one in verdict.causes[:1]] == ["scale"] * (outcome == "fail")
     assert sentence in verdict.details
 
 
@@ -187,15 +187,15 @@ SCALED = {
 def test_a_loss_may_be_scaled(name: str, simulated: World) -> None:
     way, ranks, outcome, cause = SCALED[name]
     verdict = simulated.run(chain_step, way, ranks=ranks)[0]
-    assert verdict.verdict == outcome, str(verdict)
-    assert [(one.kind, one.rank) for one in verdict.cause[:1]] == ([] if cause is None else [cause])
+    assert verdict.outcome == outcome, str(verdict)
+    assert [(one.kind, one.rank) for one in verdict.causes[:1]] == ([] if cause is None else [cause])
     update = verdict.law("updated-parameters")
     if outcome == "pass":
         assert (verdict.tier, update.checked) == ("bitwise", 2 * ranks)
     elif name == "all skip":
         assert (update.outcome, Reason.NOT_FINITE in verdict.law("boundaries").reasons) == ("pass", True)
     elif name == "one rank skips":
-        golden("\n".join(one.detail for one in verdict.cause), numbers=False)
+        golden("\n".join(one.detail for one in verdict.causes), numbers=False)
         assert (update.outcome, verdict.alternatives) == ("fail", ())
 
 
@@ -205,7 +205,7 @@ def test_stages_that_divide_nothing_are_named(stages: set[int]) -> None:
     job.change = lambda: job.divide(128.0, *others) if others else None
     verdict = checked(job)
     assert [law.name for law in verdict.laws if law.outcome == "fail"] == ["gradient"], str(verdict)
-    named = {(cause.kind, cause.stage) for cause in verdict.cause}
+    named = {(cause.kind, cause.stage) for cause in verdict.causes}
     assert named == ({("scale", stage) for stage in stages} if len(stages) < 3 else {("scale", None)})
 
 
@@ -254,13 +254,13 @@ CROSSED = [
 def test_what_crossed_is_wrong_where_it_came(case: str, stage: int, kind: str, simulated: World) -> None:
     verdict = validate_composed(Case.parse(case), simulated)
     assert {one.stage for one in verdict.mismatches if one.law == "boundaries"} == {stage}, str(verdict)
-    causes = [*verdict.cause, *(one for some in verdict.alternatives for one in some)]
+    causes = [*verdict.causes, *(one for some in verdict.alternatives for one in some)]
     assert kind in {one.kind for one in causes}, str(verdict)
     if kind == "swapped-data":
-        assert [(one.kind, one.stage) for one in verdict.cause] == [(kind, stage)]
+        assert [(one.kind, one.stage) for one in verdict.causes] == [(kind, stage)]
     if "activations-crossed" in case:
         assert [(law.name, law.wrong) for law in verdict.laws if law.outcome == "fail"] == [("boundaries", 2)]
-        assert [(one.rank, one.stage, one.microbatches) for one in verdict.cause] == [(1, 1, (0, 1))]
+        assert [(one.rank, one.stage, one.microbatches) for one in verdict.causes] == [(1, 1, (0, 1))]
         golden(next(line for line in verdict.details.splitlines() if "loss, presence, gradient" in line))
 
 
@@ -274,7 +274,7 @@ def test_what_came_back_tells_whether_losses_are_cast(inside: bool, times: float
     job = Job(layers(torch.tanh, torch.tanh), data, cast=cast, times=times)
     job.change = lambda: job.divide(times)
     verdict = checked(job)
-    assert verdict.verdict == ("pass" if times == 1.0 else "unknown"), str(verdict)
+    assert verdict.outcome == ("pass" if times == 1.0 else "unknown"), str(verdict)
     assert (verdict.law("loss").outcome, verdict.law("gradient").outcome) == ("pass", "pass"), str(verdict)
 
 
@@ -307,7 +307,7 @@ def test_weights_that_the_loss_alone_uses_are_compared(times: float, wrong: bool
 
 def test_a_loss_may_write_to_its_inputs() -> None:
     verdict = checked(Job(layers(torch.sin, torch.sin), loss_fn=lambda y, target: MSE(y.mul_(2.0), target)))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 def of_some(output: Tensor, target: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def test_a_loss_that_trains_nothing_owes_nothing(lost: int | None) -> None:
     job = Skipping(layers(torch.tanh, torch.sin), loss_fn=of_some)  # the first target is zero
     job.lost = lost
     verdict = checked(job)
-    assert verdict.verdict == ("pass" if lost is None else "fail"), str(verdict)
+    assert verdict.outcome == ("pass" if lost is None else "fail"), str(verdict)
 
 
 def test_a_loss_of_a_head_owes_a_backward() -> None:
@@ -343,4 +343,4 @@ def test_a_loss_of_a_head_owes_a_backward() -> None:
         return MSE(last.head(output if bool(target.any()) else output.detach()), target)
 
     verdict = checked(Skipping([*layers(torch.tanh), last], loss_fn=loss_fn))  # it drops the first one's backward
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)

@@ -66,7 +66,7 @@ def stages_with(one: nn.Module, at: int) -> list[nn.Module]:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_that_draws_the_same_is_right(reentrant: bool) -> None:
     verdict = checked(Job(stages_with(Recomputed(keeps=True, reentrant=reentrant), 1), cast=drawing))
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 DRAWING = {
@@ -81,7 +81,7 @@ DRAWING = {
 def test_a_backward_that_draws_is_not_known(at: int, make: Callable[[], nn.Module]) -> None:
     verdict = checked(Job(stages_with(make(), at), cast=drawing))
     law = verdict.law("boundaries")
-    assert (verdict.verdict, law.reasons) == ("unknown", (Reason.RERUN,)), str(verdict)
+    assert (verdict.outcome, law.reasons) == ("unknown", (Reason.RERUN,)), str(verdict)
     assert f"stage {at} " in law.note
 
 
@@ -108,13 +108,13 @@ def told(which: list[int]) -> Verdict:
 @pytest.mark.parametrize("which", [[0, 1, 2], [0, 0, 2]])
 def test_a_target_told_before_is_not_seen(which: list[int]) -> None:
     verdict = told(which)
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
 def test_a_target_alike_everywhere_came_nowhere() -> None:
     verdict = told([0, 0, 0])
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
@@ -128,7 +128,7 @@ class Changing(Layer):
 
 def test_attributes_that_explain_nothing_hide_no_fault() -> None:
     verdict = checked(Job([Changing(), *layers(torch.tanh)]))
-    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
 
 
 def tensors() -> int:
@@ -141,7 +141,7 @@ def test_the_last_stages_graphs_go_with_the_check() -> None:
     stages = layers(torch.tanh, torch.tanh)
     before = []
     for _ in range(3):
-        assert checked(Job(stages)).verdict == "pass"
+        assert checked(Job(stages)).outcome == "pass"
         nn.Sequential(*stages).zero_grad()
         before.append(tensors())
     assert before[1] == before[2]

@@ -21,7 +21,7 @@ def test_a_loss_may_have_weights_of_its_own() -> None:
     verdict = checked(Job(stages, loss_fn=loss_fn, change=lambda: before.extend((own.grad, own.grad.clone()))))
     assert own.grad is before[0]
     assert torch.equal(own.grad, before[1])
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     told = "the loss trains weights that no stage holds: let the last stage's module hold them: one of shape []"
     assert told in verdict.law("gradient").note
 
@@ -40,14 +40,14 @@ def test_the_same_inputs_in_another_order_are_refused() -> None:
     data = [(torch.ones(4, 8), torch.full((4, 8), m / 4)) for m in range(3)]
     for given, outcome in ((data, "pass"), (data[::-1], "unknown")):
         verdict = checked(Job(layers(torch.tanh, torch.sin), data), given=given)
-        assert verdict.verdict == outcome, str(verdict)
+        assert verdict.outcome == outcome, str(verdict)
     golden(verdict.details.splitlines()[0])
 
 
 def test_a_stage_without_gradients_is_told() -> None:
     told = "stage 0 has parameters to be trained, and none of its calls gives one a gradient: is its graph cut inside?"
     verdict = checked(Job(layers(torch.Tensor.detach, torch.tanh)))
-    assert (verdict.verdict, verdict.law("presence").note) == ("pass", told), str(verdict)
+    assert (verdict.outcome, verdict.law("presence").note) == ("pass", told), str(verdict)
     assert told not in str(checked(Job(layers(torch.sin, torch.tanh))))
 
 
@@ -70,7 +70,7 @@ class Unseen(nn.Module):
 
 def test_a_call_without_gradients_is_dropped_there() -> None:
     verdict = checked(Job([Unseen(), *layers(torch.tanh)]))
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 0, 0, (1,)), str(verdict)
     assert not any("dropped" in one.kinds for one in verdict.ruled_out), "sums of what ran say nothing of what did not"
 
@@ -79,5 +79,5 @@ def test_a_microbatch_run_twice_is_doubled() -> None:
     verdict = checked(
         Job(layers(torch.tanh, torch.sin), [*DATA, DATA[0]]), given=DATA, contract=Contract(loss_divisor=4)
     )
-    (cause,) = verdict.cause
+    (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", None, (0,)), str(verdict)

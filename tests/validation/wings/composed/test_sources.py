@@ -126,7 +126,7 @@ def test_equal_outputs_are_not_traced(name: str) -> None:
     verdict = checked(make())
     assert [law.name for law in verdict.laws if law.outcome in ("fail", "unknown")] == ["boundaries"], str(verdict)
     law = verdict.law("boundaries")
-    assert (verdict.verdict, law.left_out) == ("unknown", tuple(map(place_of, outputs)))
+    assert (verdict.outcome, law.left_out) == ("unknown", tuple(map(place_of, outputs)))
     assert Reason.EQUAL_OUTPUTS in law.reasons
 
 
@@ -176,5 +176,5 @@ OTHERS: dict[str, tuple[Callable[[], Job], str]] = {
 def test_what_goes_elsewhere_is_no_fault(name: str) -> None:
     make, outcome = OTHERS[name]
     verdict = checked(make())
-    assert outcome in ("", verdict.verdict), str(verdict)
-    assert verdict.cause == ()
+    assert outcome in ("", verdict.outcome), str(verdict)
+    assert verdict.causes == ()

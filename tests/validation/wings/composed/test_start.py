@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from pipeproof import Composed, Contract, check_step
+from pipeproof import Contract, StageByStage, check_step
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -40,7 +40,7 @@ def told(context: RankContext, ranks: Ranks) -> str:
     contract = replace(options.pop("contract", Contract()), max_norm=ranks.max_norms[rank])
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1) if ranks.optimizers[rank] else None
     at, microbatches = Step(rank, context.ranks), data(COUNT)
-    by = Composed(LOSS, optimizer=optimizer, contract=contract, **options)
+    by = StageByStage(LOSS, optimizer=optimizer, contract=contract, **options)
     stages = {ranks.numbers[rank]: stage}
     with check_step(
         stages, microbatches, against=by, rename=lambda _, name: f"{rank}.{name}", timeout_s=BOUND_S
@@ -86,7 +86,7 @@ def flows(context: RankContext) -> None:
 
 def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
     at, microbatches, stage = Step(context.rank, context.ranks), data(COUNT), stage_of(context.rank)
-    by, began = Composed(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
+    by, began = StageByStage(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
     with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
         forwards(at, stage, microbatches, Faults())
         backwards(at, COUNT, Faults())
@@ -105,13 +105,13 @@ def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) 
 @pytest.mark.parametrize(
     ("stage", "by"),
     [
-        (nn.Linear(8, 8), Composed(LOSS, contract=3)),  # type: ignore[arg-type]
-        (nn.LazyLinear(8), Composed(LOSS)),
-        (nn.Linear(8, 8, device="meta"), Composed(LOSS)),
+        (nn.Linear(8, 8), StageByStage(LOSS, contract=3)),  # type: ignore[arg-type]
+        (nn.LazyLinear(8), StageByStage(LOSS)),
+        (nn.Linear(8, 8, device="meta"), StageByStage(LOSS)),
     ],
     ids=["no contract", "lazy", "meta"],
 )
-def test_what_no_step_begins_with_is_said(stage: nn.Module, by: Composed) -> None:
+def test_what_no_step_begins_with_is_said(stage: nn.Module, by: StageByStage) -> None:
     with check_step(stage, data(COUNT), against=by) as check:
         check.gradients()
     golden(check.verdict.details.splitlines()[0])
@@ -120,7 +120,7 @@ def test_what_no_step_begins_with_is_said(stage: nn.Module, by: Composed) -> Non
 def of_one_name(context: RankContext) -> str:
     torch.manual_seed(context.rank)
     module = nn.Linear(8, 8)
-    with check_step({context.rank: module}, data(COUNT), against=Composed(LOSS), timeout_s=10.0) as check:
+    with check_step({context.rank: module}, data(COUNT), against=StageByStage(LOSS), timeout_s=10.0) as check:
         for x, _ in data(COUNT):
             module(x).sum().backward()
         check.gradients()

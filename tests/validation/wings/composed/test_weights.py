@@ -10,10 +10,10 @@ from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.weights import (
     WeightHere,
     Weights,
-    cut_by_hand,
     enter_equal,
     enter_weights,
     equal_weights,
+    explain_hand_cut,
     not_one,
     weights_apart,
     weights_here,
@@ -49,9 +49,9 @@ def test_one_name_of_several_weights_is_said() -> None:
 
 def test_weights_of_other_parts_may_differ() -> None:
     whole: list[Weights] = [{(0, "w"): ("", digest)} for digest in (b"a", b"b")]
-    assert not cut_by_hand([HALF, OTHER_HALF], [0, 0])
-    assert not cut_by_hand(whole, [0, 1])
-    golden(cut_by_hand(whole, [0, 0]))
+    assert not explain_hand_cut([HALF, OTHER_HALF], [0, 0])
+    assert not explain_hand_cut(whole, [0, 1])
+    golden(explain_hand_cut(whole, [0, 0]))
 
 
 def here(digest: str, *, constant: bool = False, part: str = "", trains: bool = True) -> WeightHere:

@@ -82,7 +82,7 @@ def test_where_inputs_come_from(name: str, simulated: World) -> None:
     way, ranks, outcome, said = CHAINS[name]
     verdict = simulated.run(chain_step, way, ranks=ranks)[0]
     law = verdict.law("boundaries")
-    assert verdict.verdict == outcome, str(verdict)
+    assert verdict.outcome == outcome, str(verdict)
     if said is None:
         golden(law.note)
     elif outcome == "pass":
@@ -90,7 +90,7 @@ def test_where_inputs_come_from(name: str, simulated: World) -> None:
     elif outcome == "unknown":
         assert (law.left_out, law.reasons) == (said, (Reason.WIRING,))
     else:
-        assert (verdict.cause[0].kind, verdict.cause[0].rank) == said
+        assert (verdict.causes[0].kind, verdict.causes[0].rank) == said
 
 
 class Placed(nn.Module):
@@ -111,7 +111,7 @@ def test_other_positions_than_were_sent_are_open(by_stage: bool, said: str) -> N
         return [given[0], torch.arange(1, 9)] if stage else given
 
     verdict = checked(Job([Placed(by_stage), Placed(False)], fault=shifted))
-    assert verdict.verdict == said, str(verdict)
+    assert verdict.outcome == said, str(verdict)
     assert verdict.law("boundaries").reasons == (Reason.WIRING,) * by_stage
     assert verdict.law("boundaries").left_out == (OUTPUT,) * by_stage
 
@@ -119,15 +119,15 @@ def test_other_positions_than_were_sent_are_open(by_stage: bool, said: str) -> N
 @pytest.mark.parametrize("given", [1, 2])
 def test_more_calls_than_microbatches_are_told(given: int) -> None:
     verdict = checked(Job(layers(torch.tanh, torch.tanh)), given=DATA[:given])
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.CALLS,)
     golden(verdict.law("comparable").note)
 
 
 def test_what_a_stage_gives_later_is_not_seen() -> None:
-    seen = {number: StageCalls(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
-    golden("\n".join(refusals(Chain(seen, [{}]))))
-    assert not [*refusals(Chain({0: seen[1], 1: seen[0]}, [{}]))], "of the last one the loss is another's"
+    observed = {number: StageCalls(0, (Call(True, outputs=[sketch(DATA[0][0])] * number),)) for number in range(3)}
+    golden("\n".join(refusals(Chain(observed, [{}]))))
+    assert not [*refusals(Chain({0: observed[1], 1: observed[0]}, [{}]))], "of the last one the loss is another's"
 
 
 class Batched(Job):
@@ -147,5 +147,5 @@ class Batched(Job):
 
 def test_a_call_on_all_microbatches_is_not_known() -> None:
     verdict = checked(Batched(layers(torch.tanh, torch.sin)))
-    assert verdict.verdict == "unknown", str(verdict)
+    assert verdict.outcome == "unknown", str(verdict)
     assert verdict.law("comparable").reasons == (Reason.CALLS,)

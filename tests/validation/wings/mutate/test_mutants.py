@@ -120,6 +120,7 @@ def left_there(context: RankContext) -> tuple[float, bool]:
     return float(OF_THE_MODULE[0].weight.sum()), OF_THE_MODULE[1].training
 
 
+@pytest.mark.sweep
 def test_a_model_that_is_there_after_the_test_is_as_it_was(world: World) -> None:
     before = world.run(left_there, ranks=1)
     found = mutate(of_the_module, ranks=1, only=["weight-nudged", "evaluating"], whitebox=WhiteBox(world))

@@ -108,7 +108,7 @@ def pipeline(context: RankContext, strict: bool) -> None:
     """Two stages by hand; the gradients are compared, or nothing is."""
     whole = model()
     stage = whole[:2] if context.rank == 0 else whole[2:]
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     with under_test():
         for x, target in data(0):
             if context.rank == 0:
@@ -123,13 +123,13 @@ def pipeline(context: RankContext, strict: bool) -> None:
                 LOSS(stage(x.requires_grad_()), target).backward()
                 assert x.grad is not None
                 dist.send(x.grad, 0)
-        seen += [one.grad for one in stage.parameters() if one.grad is not None]
+        observed += [one.grad for one in stage.parameters() if one.grad is not None]
     twin = model()
     for x, target in data(0):
         LOSS(twin(x), target).backward()
     own = twin[:2] if context.rank == 0 else twin[2:]
-    for one, due in zip(seen, own.parameters(), strict=True) if strict else ():
-        torch.testing.assert_close(one, due.grad)
+    for one, expected in zip(observed, own.parameters(), strict=True) if strict else ():
+        torch.testing.assert_close(one, expected.grad)
 
 
 def test_messages_are_changed_on_their_way(mutated: Mutate) -> None:
@@ -163,6 +163,7 @@ def idle(context: RankContext) -> None:
     """Does nothing that a fault could be in."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("test", "only", "last"),
     [
@@ -204,6 +205,7 @@ def averaged_first(context: RankContext) -> None:
     assert torch.equal(layer.weight.grad, 3 * layer.bias.grad / 2 * torch.ones(WIDTH, WIDTH))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("test", "outcome"), [(summed_before, "not planted"), (averaged_first, "caught")])
 def test_what_is_the_same_elsewhere_or_now_and_then_hides_nothing(
     test: Callable[[RankContext], None], outcome: str, mutated: Mutate
@@ -277,6 +279,7 @@ def test_what_cannot_be_asked_is_said(test: Any, asked: dict[str, Any], words: s
         mutated(test, **asked)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "how", [asserts, pytest.fail, pytest.skip, sys.exit], ids=["raises", "fails", "skips", "exits"]
 )
@@ -288,6 +291,7 @@ def test_a_test_that_ends_before_anything_is_changed_has_caught_nothing(
     golden(tried.how)
 
 
+@pytest.mark.sweep
 def test_nothing_is_left_behind(world: World) -> None:
     world.run(partial(replicas, strict=True), ranks=2)
 

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.wings.primitives.primitive import PRIMITIVES, VARIANTS
-from pipeproof.wings.primitives.stacks import Stack, StackError, alone
+from pipeproof.wings.primitives.stacks import Stack, StackError, smallest_stack
 from tests.support.golden import golden
 
 
@@ -33,7 +33,7 @@ def test_a_line_is_a_mesh_and_what_is_on_it(
 
 @pytest.mark.parametrize("name", [*PRIMITIVES, *VARIANTS])
 def test_every_primitive_is_a_stack_of_its_own(name: str) -> None:
-    stack = Stack.parse(alone(name))
+    stack = Stack.parse(smallest_stack(name))
     assert (stack.parts or ("pp",)) == (name,)
     assert stack.ranks == 2 ** len(stack.sizes)
 

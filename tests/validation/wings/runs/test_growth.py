@@ -48,15 +48,19 @@ def turned(loop: Loop, number: int) -> None:
 
 def said(verdict: Verdict) -> tuple[object, ...]:
     first = verdict.mismatches[0]
-    return verdict.verdict, first.step, first.law, first.parameter
+    return verdict.outcome, first.step, first.law, first.parameter
 
 
 @pytest.mark.parametrize("fault", [None, lost, turned])
 def test_of_another_layout_in_bf16_a_third_one_tells_rounding_from_a_fault(fault: Fault | None, tmp_path: Path) -> None:
-    good, seen, third = trained(tmp_path / "good", 0), trained(tmp_path / "seen", 4, fault), trained(tmp_path / "3", 3)
-    verdict = compare_runs(good, seen, third=third)
+    good, observed, third = (
+        trained(tmp_path / "good", 0),
+        trained(tmp_path / "observed", 4, fault),
+        trained(tmp_path / "3", 3),
+    )
+    verdict = compare_runs(good, observed, third=third)
     if fault is None:
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
     else:
         assert said(verdict) == ("fail", 1, "gradient", "0.bias"), str(verdict)
 
@@ -65,12 +69,12 @@ def test_what_is_wrong_is_said_before_what_may_be_rounding(tmp_path: Path) -> No
     def nudged(loop: Loop, number: int) -> None:
         loop.model.get_parameter("0.bias").data.mul_(1 + 1e-6)
 
-    good, seen, third = (
+    good, observed, third = (
         trained(tmp_path / "good", 0),
-        trained(tmp_path / "seen", 4, lost, 0),
+        trained(tmp_path / "observed", 4, lost, 0),
         trained(tmp_path / "3", 0, nudged, 0),
     )
-    verdict = compare_runs(good, seen, third=third)
+    verdict = compare_runs(good, observed, third=third)
     assert said(verdict) == ("fail", 0, "gradient", "0.bias"), str(verdict)
     assert verdict.law("loss").outcome == "unknown", str(verdict)
     golden(verdict.headline)

@@ -52,26 +52,27 @@ JOBS = {
 }
 
 
-def judged(folder: Path, seen: str, *, good: str = "whole") -> Verdict:
-    return compare_runs(folder / good, folder / seen, third=folder / "third")
+def judged(folder: Path, observed: str, *, good: str = "whole") -> Verdict:
+    return compare_runs(folder / good, folder / observed, third=folder / "third")
 
 
 @pytest.mark.parametrize("name", ["shards", "cut", "evaluated"])
 def test_parts_are_held_against_the_whole(name: str, folder: Path) -> None:
     verdict = judged(folder, name)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert verdict.law("initial-weights").exact >= 10, "the same bits, whoever has them"
     assert verdict.law("gradient").checked == 10 * STEPS
     assert verdict.law("loss").checked == 4 * STEPS
-    assert judged(folder, name, good="cut").verdict == "pass"
+    assert judged(folder, name, good="cut").outcome == "pass"
 
 
+@pytest.mark.sweep
 def test_a_wrong_part_is_a_fault_of_its_parameter_and_of_its_rank_where_that_can_be_told(folder: Path) -> None:
     for good, rank in (("whole", None), ("cut", 1)):
         one = judged(folder, "rolled", good=good).mismatches[0]
         assert (one.law, one.step, one.parameter, one.rank) == ("initial-weights", 0, "0.0.weight", rank)
         verdict = judged(folder, "not reduced", good=good)
-        assert (verdict.verdict, verdict.mismatches[0].law) == ("fail", "replicas")
+        assert (verdict.outcome, verdict.mismatches[0].law) == ("fail", "replicas")
         assert [getattr(verdict.mismatches[0], one) for one in ("rank", "parameter")] == [1, "1.1.weight"]
     alone = compare_runs(folder / "whole", folder / "rolled")
-    assert (alone.verdict, alone.mismatches[0].law) == ("fail", "initial-weights"), "nothing was computed yet"
+    assert (alone.outcome, alone.mismatches[0].law) == ("fail", "initial-weights"), "nothing was computed yet"

@@ -36,22 +36,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(folder: Path) -> Callable[..., Verdict]:
     """The verdict on a run in the folder, up to a step, with or without the third one."""
 
-    def judge(seen: str, *, good: str = "good", also: bool = False, until: int | None = STEPS - 1) -> Verdict:
+    def judge(observed: str, *, good: str = "good", also: bool = False, until: int | None = STEPS - 1) -> Verdict:
         third = folder / "third" if also else None
-        return compare_runs(folder / good, folder / seen, third=third, until=until)
+        return compare_runs(folder / good, folder / observed, third=third, until=until)
 
     return judge
 
 
 def first(verdict: Verdict) -> tuple[str, int | None, str, str | None]:
     one = verdict.mismatches[0]
-    return verdict.verdict, one.step, one.law, one.parameter
+    return verdict.outcome, one.step, one.law, one.parameter
 
 
 def test_equal_runs_are_equal_bit_for_bit(folder: Path, judged: Callable[..., Verdict]) -> None:
     Loop().train(folder / "same", range(STEPS))
     verdict = judged("same")
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
     assert verdict.law("gradient").checked == verdict.law("updated-parameters").checked == STEPS * 10
     assert verdict.law("microbatches").exact == verdict.law("grad-norm").exact == STEPS
     assert verdict.replay == f"pipeproof compare {folder / 'good'} {folder / 'same'} --until {STEPS - 1}"
@@ -72,7 +72,7 @@ def test_another_order_of_sums_passes_by_the_measure_of_a_third_run(
 ) -> None:
     Loop(REVERSED).train(folder / "reversed", range(LONG))
     verdict = judged("reversed", also=True, until=None)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert 0 < verdict.law("gradient").worst < 1e-4
     golden(verdict.law("gradient").note, numbers=False)
     Loop(SHUFFLED).train(folder / "short third", range(2))
@@ -135,8 +135,8 @@ def test_a_fault_smaller_than_what_rounding_grows_to_is_found_where_it_begins(
     for name, loop in (("wild", Loop()), ("wild third", Loop(SHUFFLED))):
         loop.train(folder / name, range(23))
     Loop(REVERSED, partial(scaled, by=1 + 2e-4), 1).train(folder / "wild fault", range(3))
-    good, third, seen = (folder / name for name in ("wild", "wild third", "wild fault"))
-    assert first(compare_runs(good, seen, third=third)) == ("fail", 1, "gradient", "1.0.weight")
+    good, third, observed = (folder / name for name in ("wild", "wild third", "wild fault"))
+    assert first(compare_runs(good, observed, third=third)) == ("fail", 1, "gradient", "1.0.weight")
     apart = differences(*(WholeRun(run).step(22) for run in (good, third)))
     assert apart[Quantity("gradient", "1.0.weight")].relative > 2e-4
 
@@ -161,7 +161,7 @@ def in_three_orders(folder: Path, loop: Callable[[Sequence[int]], Loop], *, step
 @pytest.mark.parametrize("what", [overflowing, without_a_gradient])
 def test_steps_that_overflow_and_weights_that_are_frozen_are_no_fault(what: Fault, tmp_path: Path) -> None:
     verdict = in_three_orders(tmp_path, lambda order: Loop(order, what, 2), steps=4)
-    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.outcome == "pass", str(verdict)
     assert bool(verdict.law("grad-norm").note) == (what is overflowing)
 
 
@@ -206,12 +206,12 @@ def test_what_one_of_two_ranks_has_otherwise_is_told_of_that_rank(folder: Path) 
     Loop(fault=faster, begins=1).train(folder / "fast", range(3))
     Loop(fault=overflowing).train(folder / "endless", range(3))
     good, third = folder / "good", folder / "third"
-    seen = on_two_ranks(folder / "one started", folder / "good", folder / "started")
-    verdict = compare_runs(good, seen, third=third)
+    observed = on_two_ranks(folder / "one started", folder / "good", folder / "started")
+    verdict = compare_runs(good, observed, third=third)
     assert first(verdict) == ("fail", 0, "replicas", "0.0.weight"), "not the loss that follows"
-    assert (verdict.mismatches[0].rank, verdict.law("loss").outcome) == (1, "not seen")
+    assert (verdict.mismatches[0].rank, verdict.law("loss").outcome) == (1, "not observed")
     with pytest.raises(RecordError, match="no DTensor, give each a name of its own"):
-        compare_runs(seen, good)
+        compare_runs(observed, good)
     verdict = compare_runs(good, on_two_ranks(folder / "one fast", folder / "good", folder / "fast"), third=third)
     assert first(verdict)[:3] == ("fail", 1, "replicas")
     golden(verdict.law("updated-parameters").note)
@@ -242,20 +242,20 @@ def test_an_update_that_optimizers_make_of_rounding_hides_no_other(fault: Fault 
     verdict = in_three_orders(tmp_path, with_keys, steps=8)
     golden(verdict.law("updated-parameters").note, numbers=False)
     if fault is None:
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
     else:
         assert first(verdict) == ("fail", 5, "updated-parameters", "2.bias")
 
 
 def test_a_jump_of_a_gradient_is_no_fault_where_modules_compute_in_a_narrower_type(folder: Path) -> None:
     Loop(REVERSED, scaled, 1).train(folder / "jump", range(3))
-    third, seen = folder / "third", folder / "jump"
+    third, observed = folder / "third", folder / "jump"
     for computed, outcome in (("float32", "fail"), ("bfloat16", "unknown")):
         run = folder / f"computed in {computed}"
         run.mkdir()
         text = (folder / "good" / "rank-0.jsonl").read_text()
         (run / "rank-0.jsonl").write_text(text.replace('"computed":"float32"', f'"computed":"{computed}"'))
-        assert first(compare_runs(run, seen, third=third)) == (outcome, 1, "gradient", "1.0.weight")
+        assert first(compare_runs(run, observed, third=third)) == (outcome, 1, "gradient", "1.0.weight")
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -265,8 +265,8 @@ def test_all_of_a_gradient_that_is_as_small_as_rounding_may_jump(weights: str, f
         for file in (folder / f"{name} {weights}").iterdir():
             text = file.read_text().replace('"computed":"float32"', '"computed":"bfloat16"')
             file.write_text(text.replace('"dtype":"float32"', f'"dtype":"{weights}"'))
-    good, third, seen = (folder / f"{name} {weights}" for name in ("tiny", "tiny third", "tiny other"))
-    assert first(compare_runs(good, seen, third=third)) == ("unknown", 1, "gradient", "1.0.weight")
+    good, third, observed = (folder / f"{name} {weights}" for name in ("tiny", "tiny third", "tiny other"))
+    assert first(compare_runs(good, observed, third=third)) == ("unknown", 1, "gradient", "1.0.weight")
 
 
 def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict]) -> None:
@@ -277,7 +277,7 @@ def test_other_data_are_told_as_data(folder: Path, judged: Callable[..., Verdict
     OtherData().train(folder / "data", range(STEPS))
     verdict = judged("data")
     assert first(verdict) == ("fail", 4, "microbatches", None)
-    golden(verdict.mismatches[0].seen)
+    golden(verdict.mismatches[0].observed_text)
     assert verdict.law("gradient").outcome == "pass"
 
 
@@ -298,7 +298,7 @@ def test_other_layouts_are_matched_by_name_and_by_microbatch(
     for name, job in (("stages", in_stages), ("replicas", in_replicas)):
         world.run(lambda context, job=job, name=name: job(folder / name, range(STEPS)), ranks=2)
         verdict = judged(name, also=True)
-        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.outcome == "pass", str(verdict)
         assert verdict.law("loss").checked >= 4 * STEPS
         assert verdict.law("gradient").checked == 10 * STEPS
     names = [name for name, _ in model_of().named_parameters()]
@@ -317,7 +317,7 @@ def test_a_killed_job_is_compared_up_to_its_last_whole_step(folder: Path, judged
     file = folder / "killed" / "rank-0.jsonl"
     file.write_bytes(file.read_bytes()[:-100])
     verdict = judged("killed")
-    assert verdict.verdict == "unknown"
+    assert verdict.outcome == "unknown"
     assert verdict.law("steps").reasons == (Reason.UNCOMPARED,)
     golden(verdict.law("steps").note)
     assert judged("killed", until=STEPS - 2).tier == "bitwise"
@@ -335,7 +335,7 @@ def test_gradients_that_were_not_kept_alike_are_refused(
 
 
 def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> None:
-    good, seen = folder / "good", folder / "third"
+    good, observed = folder / "good", folder / "third"
     Loop().train(folder / "equal", range(2))
     for name, fault, words in (
         ("equal", None, "measures no rounding: it is .* bit for bit"),
@@ -345,4 +345,4 @@ def test_a_third_run_that_does_not_measure_rounding_is_refused(folder: Path) -> 
         if fault is not None:
             Loop(fault=fault).train(folder / name, range(2))
         with pytest.raises(RecordError, match=words):
-            compare_runs(good, seen, third=folder / name)
+            compare_runs(good, observed, third=folder / name)

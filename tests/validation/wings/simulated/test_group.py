@@ -21,10 +21,10 @@ from tests.support.golden import golden
 def every_collective(context: RankContext) -> dict[str, Any]:
     rank, ranks = context.rank, context.ranks
     own = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
 
     def note(name: str, *tensors: Tensor) -> None:
-        seen[name] = [tensor.tolist() for tensor in tensors]
+        observed[name] = [tensor.tolist() for tensor in tensors]
 
     for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
         whole = own.clone()
@@ -61,19 +61,24 @@ def every_collective(context: RankContext) -> dict[str, Any]:
     dist.all_gather_object(objects, {"rank": rank})
     listed = [f"from {rank}"]
     dist.broadcast_object_list(listed, 0)
-    seen["objects"] = objects, listed
+    observed["objects"] = objects, listed
     pair = dist.new_group([0, 1])
     if rank < 2:
         dist.all_reduce(own, group=pair)
     dist.barrier()
     note("new_group", own)
-    seen["names"] = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(pair)
-    return seen
+    observed["names"] = (
+        str(dist.get_backend()),
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.get_process_group_ranks(pair),
+    )
+    return observed
 
 
 def every_message(context: RankContext) -> list[Any]:
     rank, after, before = context.rank, (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
-    own, seen = torch.full((3,), float(rank)), []
+    own, observed = torch.full((3,), float(rank)), []
     here, there = torch.empty(3), torch.empty(3)
     operations = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, here, before)]
     for work in dist.batch_isend_irecv(operations):
@@ -87,13 +92,13 @@ def every_message(context: RankContext) -> list[Any]:
     if rank == 0:
         dist.send(own, after)
     elif rank == 1:
-        seen.append(dist.recv(torch.empty(3)))  # from any
+        observed.append(dist.recv(torch.empty(3)))  # from any
     objects: list[Any] = [None]
     if rank == 0:
         dist.send_object_list([{"x": 1}], after)
     elif rank == 1:
         dist.recv_object_list(objects, 0)
-    return [here.tolist(), there.tolist(), seen, objects]
+    return [here.tolist(), there.tolist(), observed, objects]
 
 
 @pytest.mark.parametrize("job", [every_collective, every_message])
@@ -158,6 +163,7 @@ def of_other_shapes(context: RankContext) -> list[float]:
     return [number.item(), *row.flatten().tolist(), *rows.flatten().tolist()]
 
 
+@pytest.mark.sweep
 def test_shapes_may_differ_where_numbers_of_elements_do_not(simulated: SimulatedWorld, world: World) -> None:
     real = world.run(of_other_shapes, ranks=2)
     assert simulated.run(of_other_shapes, ranks=2) == real == [[2.0, 0.0, 2.0, 4.0] + [1.0] * 6] * 2

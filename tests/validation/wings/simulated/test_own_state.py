@@ -42,13 +42,13 @@ def test_the_environment_is_a_ranks_own_as_a_launcher_would_set_it(simulated: Si
 def noted_optimizers(context: RankContext) -> int:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    seen = []
-    register_optimizer_step_post_hook(lambda optimizer, given, named: seen.append(optimizer))
+    observed = []
+    register_optimizer_step_post_hook(lambda optimizer, given, named: observed.append(optimizer))
     dist.barrier()
     weight = torch.nn.Parameter(torch.ones(1))
     torch.optim.SGD([weight], lr=0.1).step()
     dist.barrier()
-    return len(seen)
+    return len(observed)
 
 
 def test_hooks_of_all_optimizers_are_those_of_a_ranks_own(simulated: SimulatedWorld) -> None:
@@ -57,7 +57,7 @@ def test_hooks_of_all_optimizers_are_those_of_a_ranks_own(simulated: SimulatedWo
 
 def switched(context: RankContext) -> list[object]:
     """What people set for a block of code, as it is in the midst of one in which ranks take turns, and behind it."""
-    first, seen = context.rank == 0, []
+    first, observed = context.rank == 0, []
     with (
         torch.autograd.set_detect_anomaly(first),
         attention.sdpa_kernel(getattr(attention.SDPBackend, "FLASH_ATTENTION" if first else "MATH")),
@@ -74,11 +74,11 @@ def switched(context: RankContext) -> list[object]:
         sys.stdout.write(f"{context.rank}\n")
         warnings.warn("said", stacklevel=1)
         dist.barrier()
-        seen += [torch.is_anomaly_enabled(), torch.backends.cuda.flash_sdp_enabled()]
-        seen += [checkpoint._enable_checkpoint_early_stop, torch.get_float32_matmul_precision() == "high"]
-        seen += [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads() == 2]
+        observed += [torch.is_anomaly_enabled(), torch.backends.cuda.flash_sdp_enabled()]
+        observed += [checkpoint._enable_checkpoint_early_stop, torch.get_float32_matmul_precision() == "high"]
+        observed += [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads() == 2]
     dist.barrier()
-    return [seen, len(warned or ()), printed.getvalue(), torch.is_anomaly_enabled(), len(warnings.filters)]
+    return [observed, len(warned or ()), printed.getvalue(), torch.is_anomaly_enabled(), len(warnings.filters)]
 
 
 def test_what_is_set_for_a_block_of_code_is_a_ranks_own_and_gone_after_a_run(simulated: SimulatedWorld) -> None:
@@ -94,11 +94,11 @@ def with_newer_settings(context: RankContext) -> list[str]:
     if context.rank == 0:
         torch.backends.fp32_precision = "tf32"  # type: ignore[assignment]
         torch.backends.mkldnn.conv.fp32_precision = "bf16"
-    seen = []
+    observed = []
     for _ in range(2):
         dist.barrier()
-        seen += [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision]
-    return seen if context.rank == 0 else [*seen, torch.get_float32_matmul_precision()]
+        observed += [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision]
+    return observed if context.rank == 0 else [*observed, torch.get_float32_matmul_precision()]
 
 
 def test_torchs_newer_settings_of_products_are_a_ranks_own_too(simulated: SimulatedWorld) -> None:
@@ -145,15 +145,16 @@ def uneven_shards(context: RankContext) -> list[Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, context.ranks // 2))
-    seen = []
+    observed = []
     for length in (3, 5):  # of which some ranks have less than others, or nothing
         rows = distribute_tensor(torch.arange(3.0 * length).reshape(length, 3), mesh, [Shard(0), Shard(0)])
         columns = rows.redistribute(mesh, [Shard(0), Shard(1)])
         whole = columns.redistribute(mesh, [Shard(0), Replicate()])
-        seen += [one.to_local().tolist() for one in (rows, columns, whole)]
-    return seen
+        observed += [one.to_local().tolist() for one in (rows, columns, whole)]
+    return observed
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_what_dtensor_remembers_of_a_mesh_is_a_ranks_own(simulated: SimulatedWorld, world: World) -> None:
     real = world.run(uneven_shards, ranks=4)

@@ -44,7 +44,7 @@ def test_random_numbers_are_a_ranks_own(simulated: SimulatedWorld) -> None:
 
 
 def own_modes(context: RankContext) -> list[Any]:
-    seen = []
+    observed = []
     if context.rank == 0:
         torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(context.rank == 0)
@@ -52,8 +52,8 @@ def own_modes(context: RankContext) -> list[Any]:
         for _ in range(3):
             dist.barrier()
             linear = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
-            seen.append((torch.is_grad_enabled(), torch.get_default_dtype(), linear.dtype))
-    return seen
+            observed.append((torch.is_grad_enabled(), torch.get_default_dtype(), linear.dtype))
+    return observed
 
 
 def test_modes_and_the_default_type_are_a_ranks_own(simulated: SimulatedWorld) -> None:
@@ -64,16 +64,16 @@ def test_modes_and_the_default_type_are_a_ranks_own(simulated: SimulatedWorld) -
 
 
 def order_of_events(context: RankContext) -> list[int]:
-    seen = []
+    observed = []
     if context.rank == 0:
         for _ in range(2 * (context.ranks - 1)):
             buffer = torch.empty(1)
             dist.recv(buffer)
-            seen.append(int(buffer))
+            observed.append(int(buffer))
     else:
         for k in range(2):
             dist.send(torch.tensor([10.0 * context.rank + k]), 0)
-    return seen
+    return observed
 
 
 def test_a_seed_is_an_order_and_orders_differ(simulated: SimulatedWorld) -> None:
@@ -181,7 +181,7 @@ def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(
 
 
 def test_where_nobody_knows_which_rank_holds_the_process_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, stuck = SimulatedWorld()._started(), RankReport(0, Ending.STUCK, "did not finish within 11 s", "its own")
+    place, stuck = SimulatedWorld()._start_ranks(), RankReport(0, Ending.STUCK, "did not finish within 11 s", "its own")
     monkeypatch.setattr(place, "_process", SimpleNamespace(run=lambda *_, **__: [stuck]))
     reports = place.run(b"", label="", ranks=2, timeout_s=0.2, meanwhile=())
     (message,) = {report.message.partition(",")[2] for report in reports}

@@ -5,7 +5,7 @@ import pytest
 from pipeproof.own.case import SCHEDULES
 from pipeproof.own.faults import SpecimenError
 from pipeproof.pipeline.transports import Transport
-from pipeproof.wings.specimens import IN_SIMULATION, MIXED, ON_DEVICES, SPECIMENS, chosen, listing, tries_on
+from pipeproof.wings.specimens import IN_SIMULATION, MIXED, ON_DEVICES, SPECIMENS, choose, listing, tries_on
 from tests.support.golden import golden
 
 
@@ -19,22 +19,22 @@ def test_most_specimens_apply_to_every_schedule(schedule: str) -> None:
 
 
 def test_names_are_chosen_or_refused() -> None:
-    assert chosen("", device="cpu") == [*SPECIMENS, *MIXED]
-    assert chosen("", device="cpu", shrinks=True) == list(SPECIMENS)
-    assert chosen("", device="cuda") == [*SPECIMENS, *ON_DEVICES]
-    assert chosen("clip-twice, clip-never", device="cpu") == ["clip-twice", "clip-never"]
+    assert choose("", device="cpu") == [*SPECIMENS, *MIXED]
+    assert choose("", device="cpu", shrinks=True) == list(SPECIMENS)
+    assert choose("", device="cuda") == [*SPECIMENS, *ON_DEVICES]
+    assert choose("clip-twice, clip-never", device="cpu") == ["clip-twice", "clip-never"]
     with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': pipeproof specimens --list prints all"):
-        chosen("clip-twice,gremlin", device="cuda")
-    assert chosen("other-device", device="cuda") == ["other-device"]
+        choose("clip-twice,gremlin", device="cuda")
+    assert choose("other-device", device="cuda") == ["other-device"]
     with pytest.raises(SpecimenError, match="'other-device' needs a device other than the CPU: name its type with"):
-        chosen("other-device", device="cpu")
+        choose("other-device", device="cpu")
 
 
 def test_races_are_chosen_where_ranks_are_simulated() -> None:
-    assert chosen("", device="cpu", simulated=True) == list(IN_SIMULATION)
-    assert chosen("clip-twice,send-let-go", device="cpu", simulated=True) == ["clip-twice", "send-let-go"]
+    assert choose("", device="cpu", simulated=True) == list(IN_SIMULATION)
+    assert choose("clip-twice,send-let-go", device="cpu", simulated=True) == ["clip-twice", "send-let-go"]
     with pytest.raises(SpecimenError, match="'send-let-go' needs simulated ranks: say --world simulated"):
-        chosen("send-let-go", device="cpu")
+        choose("send-let-go", device="cpu")
     lines = listing([*IN_SIMULATION]).splitlines()
     assert [text.split()[0] for text in lines] == [*IN_SIMULATION]
     assert lines[0].split()[1] == "sends"

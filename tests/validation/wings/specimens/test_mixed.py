@@ -27,7 +27,7 @@ class HalfUnscaled(MixedStep):
 
 class HalfScaled(MixedStep):
     def scaled(self, loss: Tensor) -> Tensor:
-        return super().scaled(loss) * 2.0
+        return super().scale(loss) * 2.0
 
 
 class OneWeightStill(MixedStep):
@@ -95,12 +95,13 @@ OTHERS: dict[str, tuple[MixedPrecision, type[MixedStep], set[str]]] = {
 def test_no_forgotten_convention_is_not_called_one(title: str, world: World) -> None:
     way, step, kinds = OTHERS[title]
     verdict = validate_mixed(MixedCase(way, step, name="near"), world)
-    assert verdict.verdict == "fail", str(verdict)
-    assert {cause.kind for cause in verdict.cause} <= kinds, str(verdict)
+    assert verdict.outcome == "fail", str(verdict)
+    assert {cause.kind for cause in verdict.causes} <= kinds, str(verdict)
     if step is UNSCALED.step:  # the scale is also a count, and is told as both
-        golden("\n".join(cause.detail for cause in verdict.cause), numbers=False)
+        golden("\n".join(cause.detail for cause in verdict.causes), numbers=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_trials_tell_what_was_caught(world: World) -> None:
     right = try_mixed(replace(MIXED["loss-scaled-twice"], step=MixedStep), world)

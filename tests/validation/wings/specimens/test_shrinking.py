@@ -22,6 +22,7 @@ def test_a_random_failing_case_shrinks_to_the_stated_one(world: World, name: str
     assert found.cases > 1
 
 
+@pytest.mark.sweep
 def test_a_statement_that_is_not_the_smallest_is_seen(world: World) -> None:
     """A specimen that claims to need more than it does."""
     boast = replace(SPECIMENS["backward-repeated"], schedule="zb-v")  # two stages a rank
@@ -33,13 +34,13 @@ def test_a_statement_that_is_not_the_smallest_is_seen(world: World) -> None:
 
 def test_own_have_what_the_specimen_needs() -> None:
     one = SPECIMENS["mean-of-means"]
-    seen: list[Case] = []
+    observed: list[Case] = []
 
     @settings(max_examples=20, database=None, deadline=None)
     @given(cases_that_show(one))
     def draw(case: Case) -> None:
-        seen.append(case)
+        observed.append(case)
 
     draw()
-    assert seen
-    assert all(case.loss == "tokens" and case.unequal and not one.missing(case) for case in seen)
+    assert observed
+    assert all(case.loss == "tokens" and case.unequal and not one.missing(case) for case in observed)

@@ -47,6 +47,7 @@ def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture
     assert "no faults" not in out
 
 
+@pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"1f1b r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"
@@ -58,6 +59,7 @@ def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture
     assert f'specimen={NAME}" --plugin {OWN}\n' in out, "what is typed next needs it too"
 
 
+@pytest.mark.sweep
 def test_ranks_read_the_file_too(world: World) -> None:
     CATALOGUE.load(OWN)
     verdict = validate(Case.parse(f"gpipe r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"), world)

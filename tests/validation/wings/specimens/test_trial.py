@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.wings.specimens import SPECIMENS
-from pipeproof.wings.specimens.trial import Named, Trial, case_for, located, named, smallest_of, try_out
+from pipeproof.wings.specimens.trial import Named, Trial, case_for, compare_names, is_located, smallest_of, try_out
 from pipeproof.worlds.world import World
 
 RIGHT = Named("scale", True, True, 0.25)
@@ -13,7 +15,7 @@ TRIAL = Trial("one", "1f1b r2 s2 m2", "gradient", "scale", ("gradient", "grad-no
 
 
 def verdict(*causes: Cause) -> Verdict:
-    return Verdict("c", "fail", "none", (), cause=causes)
+    return Verdict("c", "fail", "none", (), causes=causes)
 
 
 def test_a_fault_is_caught_by_its_own_law() -> None:
@@ -26,26 +28,26 @@ def test_a_diagnosis_is_right_wrong_or_unknown() -> None:
     one = SPECIMENS["stage-negated"]
     case = smallest_of(one)
     planted = one.cause(case)
-    assert named(one, case, verdict(planted), alike=False, seconds=0.5) == Named("sign", True, True, 0.5)
-    misplaced = named(one, case, verdict(replace(planted, stage=None)), alike=False, seconds=0.5)
+    assert compare_names(one, case, verdict(planted), alike=False, seconds=0.5) == Named("sign", True, True, 0.5)
+    misplaced = compare_names(one, case, verdict(replace(planted, stage=None)), alike=False, seconds=0.5)
     assert (misplaced.right, misplaced.located, misplaced.wrong) == (True, False, False)
-    assert named(one, case, verdict(Cause("scale"), planted), alike=True, seconds=0.5).wrong
-    assert not named(one, case, verdict(), alike=True, seconds=0.5).wrong
+    assert compare_names(one, case, verdict(Cause("scale"), planted), alike=True, seconds=0.5).wrong
+    assert not compare_names(one, case, verdict(), alike=True, seconds=0.5).wrong
 
 
 def test_what_final_gradients_cannot_tell_apart_will_do_for_them_alone() -> None:
     one = SPECIMENS["gradient-repeated"]
     case, found = smallest_of(one), verdict(Cause("swapped-gradients"))
-    assert named(one, case, found, alike=True, seconds=0.0).right
-    assert not named(one, case, found, alike=False, seconds=0.0).right
+    assert compare_names(one, case, found, alike=True, seconds=0.0).right
+    assert not compare_names(one, case, found, alike=False, seconds=0.0).right
 
 
 def test_a_place_is_right_if_it_says_all_that_was_planted() -> None:
     planted = Cause("dropped", rank=1, stage=2, microbatches=(0,))
-    assert located(planted, replace(planted, action="2F0", parameter="w", factor=0.0))
-    assert not located(planted, replace(planted, microbatches=(1,)))
-    assert not located(planted, replace(planted, stage=None))
-    assert located(Cause("norm"), planted)
+    assert is_located(planted, replace(planted, action="2F0", parameter="w", factor=0.0))
+    assert not is_located(planted, replace(planted, microbatches=(1,)))
+    assert not is_located(planted, replace(planted, stage=None))
+    assert is_located(Cause("norm"), planted)
 
 
 def test_a_case_has_what_its_specimen_needs() -> None:
@@ -61,6 +63,7 @@ def test_a_case_has_what_its_specimen_needs() -> None:
     assert case_for(SPECIMENS["tied-not-reduced"], "gpipe").model == "gpt-tied"
 
 
+@pytest.mark.sweep
 def test_a_trial_without_a_recording_has_only_what_a_foreign_runtime_hands_back(world: World) -> None:
     found = try_out(case_for(SPECIMENS["stage-negated"], "1f1b", microbatches=2), world, record=False)
     assert found.recorded is None

@@ -1,1 +1,1 @@
-"""The engine of simulated ranks, which knows no torch: threads that take turns, clocks, who decides what is next."""
+"""The engine of simulated ranks, without torch: threads in turn, clocks, and decisions about the next step."""

@@ -1,7 +1,7 @@
-"""Who decides what happens next in a simulated run: by chance, or with one kind of bad luck for the whole run.
+"""Adversaries decide a simulated run's next step: by chance, or with one kind of bad luck for the whole run.
 
-A seed names the adversary and draws what it does: seeds in a row take turns, so that 20 of them have each three times.
-Each now and then decides by plain chance, so that nobody waits for ever for a rank, or a message, that could go on.
+A seed names the adversary and draws its choices: consecutive seeds rotate, so 20 of them have each three times. Each
+now and then decides by plain chance, so no rank or message that can go on waits for ever.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +16,9 @@ _DEPTH = 3  # of a fault: orderings that must fall together for it
 
 
 class Adversary(Protocol):
-    """Chooses one of all that can happen: a rank that is ready has the turn, or a message moves.
+    """Chooses the next step: a ready rank gets the turn, or a message moves.
 
-    In ``able`` ranks come before messages, and of these that one first which could move first.
+    In ``able`` ranks come before messages, and messages in the order in which they became able.
     """
 
     def choose(self, able: Sequence[Actor]) -> Actor: ...
@@ -35,7 +35,7 @@ class Uniform:
 
 
 class NewestFirst(Uniform):
-    """Messages overtake each other wherever they may."""
+    """Messages overtake each other wherever allowed."""
 
     def choose(self, able: Sequence[Actor]) -> Actor:
         chosen = super().choose(able)
@@ -43,21 +43,21 @@ class NewestFirst(Uniform):
 
 
 class Longest(Uniform):
-    """Messages move only where no rank can go on without them."""
+    """Messages move only when no rank can go on."""
 
     def choose(self, able: Sequence[Actor]) -> Actor:
         return super().choose([one for one in able if isinstance(one, int)] or able)
 
 
 class Soonest(Uniform):
-    """Messages move as soon as they can."""
+    """Messages move immediately."""
 
     def choose(self, able: Sequence[Actor]) -> Actor:
         return super().choose([one for one in able if not isinstance(one, int)] or able)
 
 
 class Starving(Uniform):
-    """One rank has the turn only where nothing else can happen."""
+    """One rank gets the turn only when nothing else can happen."""
 
     def __init__(self, random: Random, ranks: int) -> None:
         super().__init__(random, ranks)
@@ -69,7 +69,7 @@ class Starving(Uniform):
 
 
 class Priorities(Uniform):
-    """The one of highest priority, which falls behind all others at a few steps: messages are one more rank.
+    """The actor with highest priority goes first, and at a few steps falls behind all others; messages are one actor.
 
     Probabilistic concurrency testing, by Burckhardt, Kothari, Musuvathi and Nagarakatti (ASPLOS 2010).
     """
@@ -105,12 +105,12 @@ ADVERSARIES: Mapping[str, type[Uniform]] = {
 
 
 def name_of(seed: int) -> str:
-    """The name of the adversary that decides under this seed."""
+    """Return the adversary's name under this seed."""
     return list(ADVERSARIES)[seed % len(ADVERSARIES)]
 
 
 class Fair:
-    """The adversary of a seed, but for a decision by plain chance now and then."""
+    """A seed's adversary with an occasional decision by plain chance."""
 
     def __init__(self, seed: int, ranks: int) -> None:
         self.random = Random(seed)
@@ -118,5 +118,5 @@ class Fair:
         self._chance = Uniform(self.random, ranks)
 
     def choose(self, able: Sequence[Actor]) -> Actor:
-        """As ``Adversary`` does."""
+        """Choose, see ``Adversary``."""
         return (self._adversary if self.random.randrange(_FAIR) else self._chance).choose(able)

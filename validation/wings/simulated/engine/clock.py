@@ -1,6 +1,6 @@
-"""A simulated rank's own time: it passes where the rank sleeps, waits for a message, or computes and that is measured.
+"""A simulated rank's own time: it passes during sleep, waits for messages, and measured computation.
 
-What a rank's thread asks the module ``time`` for is of this clock, and its ``sleep`` takes no time of the machine's.
+In a rank's thread the module ``time`` reads this clock, and ``sleep`` takes no real time.
 """
 
 import sys
@@ -17,7 +17,7 @@ _OFTEN, _TICK_S = 1000, 1e-4  # who reads the clock more often than this, and no
 
 
 class Clock:
-    """One rank's, in seconds from 0. It runs while the rank has the turn."""
+    """One rank's clock, in seconds from 0. It runs during the rank's turn."""
 
     def __init__(self, timing: Timing) -> None:
         self._at_s = 0.0
@@ -26,31 +26,31 @@ class Clock:
         self._reads = 0
 
     def start(self) -> None:
-        """The rank's thread, which calls this, goes on."""
+        """Resume, called by the rank's thread."""
         self._since_s = time.thread_time() if self._measured else None
 
     def stop(self) -> None:
-        """The rank's thread, which calls this, pauses."""
+        """Pause, called by the rank's thread."""
         self._at_s, self._since_s, self._reads = self.now_s, None, 0
 
     @property
     def now_s(self) -> float:
-        """What it says; while it runs, only the rank's thread may ask."""
+        """Return the time; a running clock is read only by its rank's thread."""
         return self._at_s + (0.0 if self._since_s is None else time.thread_time() - self._since_s)
 
     def read(self) -> float:
-        """What it says to the rank's code. Who reads it again and again sees it go on."""
+        """Return the time for the rank's code. Repeated reads advance it."""
         self._reads += 1
         if self._reads > _OFTEN:
             self._at_s += _TICK_S
         return self.now_s
 
     def sleep(self, duration_s: float) -> None:
-        """Let so many seconds pass."""
+        """Let a number of seconds pass."""
         self._at_s += duration_s
 
     def reach(self, at_s: float) -> None:
-        """It is not before then."""
+        """Advance to this time, unless already past."""
         self._at_s += max(0.0, at_s - self.now_s)
 
 
@@ -58,7 +58,7 @@ _REAL = frozenset(("asyncio", "concurrent", "multiprocessing"))  # which wait fo
 
 
 class _Own(threading.local):
-    """The clock of the rank whose thread this is, and what gives up its turn."""
+    """The clock of the current thread's rank, and the function that yields its turn."""
 
     clock: Clock | None = None
     pause: Callable[[], None] | None = None
@@ -68,7 +68,7 @@ _own = _Own()
 
 
 def goes_by(clock: Clock, pause: Callable[[], None]) -> None:
-    """This thread, a rank's, goes by ``clock``; ``pause`` lets others go on, where it sleeps."""
+    """Bind this rank's thread to ``clock``; ``pause`` yields to others during sleep."""
     _own.clock, _own.pause = clock, pause
 
 
@@ -85,7 +85,7 @@ def _reading(name: str, begin_s: float) -> Callable[[], Any]:
 
 
 def _waits_really(asks: Mapping[str, Any]) -> bool:
-    """Whether a module of Python's own asks, of those whose waits take the machine's time."""
+    """True if the caller is a standard library module whose waits take real time."""
     return str(asks.get("__name__")).partition(".")[0] in _REAL
 
 
@@ -94,7 +94,7 @@ def _sleeping() -> Callable[[float], None]:
 
     def sleep(secs: float, /) -> None:
         if _own.clock is None or not _can_sleep(secs):
-            real(secs)  # which says why not
+            real(secs)  # raises the proper error
             return
         _own.clock.sleep(float(secs))
         assert _own.pause is not None, "who has a clock has a turn to give up"
@@ -119,7 +119,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """While this is open, the module ``time`` asks the clock of the rank whose thread asks, if it is a rank's."""
+    """Redirect the module ``time`` to the calling rank's clock while open."""
     kept = {name: getattr(time, name) for name in _INSTEAD}
     try:
         for name, function in _INSTEAD.items():

@@ -1,6 +1,6 @@
-"""What happened in a simulated run, event by event, and what events have in common.
+"""Events of a simulated run, and the things that events share.
 
-An event is what one actor does between two decisions: a rank until it calls the network again, or a message that moves.
+An event is one actor's step between two decisions: a rank until its next call of the network, or a message's move.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,7 +12,7 @@ Actor = int | Message  # a rank, or a message that moves
 
 
 class Touch(NamedTuple):
-    """A thing that several actors touch: a buffer on its way, whether a work is done, a key of the store."""
+    """A thing that several actors touch: a buffer in flight, the state of a work, a key of the store."""
 
     thing: Hashable
     changes: bool
@@ -20,9 +20,9 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """``able``: who could have been chosen. ``rivals``: who would have done in its stead what it did.
+    """An event. ``able``: all actors that could go on. ``rivals``: actors that could have taken its effect.
 
-    ``after``: the events without which it could not have been.
+    ``after``: events that made it possible.
     """
 
     actor: Actor
@@ -32,14 +32,14 @@ class Event:
     rivals: set[Actor] = field(default_factory=set)
 
     def meets(self, other: "Event") -> bool:
-        """Whether the order of the two matters, beyond that one may have made the other possible."""
+        """True if the order of two events matters, apart from one enabling the other."""
         changed = {one.thing for one in self.touches if one.changes}
         touched = {one.thing for one in self.touches}
         return any(two.thing in (touched if two.changes else changed) for two in other.touches)
 
 
 class Held(Protocol):
-    """What is on its way. ``contents``: what is in it now; ``differs``: whether that is not what it once was."""
+    """Tensors in flight. ``contents``: the current ones; ``differs``: whether these changed."""
 
     @property
     def contents(self) -> Sequence[Any]: ...
@@ -47,7 +47,7 @@ class Held(Protocol):
 
 
 class History:
-    """The events of a run so far: whoever acts says what it touches. One that is not ``kept`` stays empty."""
+    """Events of a run so far: actors report what they touch. Stays empty unless ``kept``."""
 
     def __init__(self, *, kept: bool) -> None:
         self.kept = kept
@@ -57,48 +57,48 @@ class History:
 
     @property
     def now(self) -> int:
-        """The number of the event in progress."""
+        """Number of the current event."""
         return len(self.events) - 1 if self.kept else 0
 
     def begin(self, actor: Actor, able: Sequence[Actor]) -> None:
-        """The next event is this actor's, of all who could go on."""
+        """Begin this actor's event, chosen among all able actors."""
         if self.kept:
             self.events.append(Event(actor, tuple(able)))
 
     def end(self) -> None:
-        """The event in progress has ended: what its rank wrote into what is on its way is noted."""
+        """End the current event, and note its rank's writes to buffers in flight."""
         if not self.events:
             return
         actor = self.events[-1].actor
-        for message, (held, seen) in [*self._given.get(actor, {}).items()]:
-            if held.differs(seen):
+        for message, (held, observed) in [*self._given.get(actor, {}).items()]:
+            if held.differs(observed):
                 self.touch(("buffer", message), changes=True)
                 self.gives(message, held)
 
     def joins(self, rank: int) -> None:
-        """What this rank touches counts from now on: how ranks meet is torch's own affair, and ends alike."""
+        """Count this rank's touches from now on; the ranks' rendezvous in torch ends alike in any order."""
         self._joined.add(rank)
 
     def touch(self, thing: Hashable, *, changes: bool) -> None:
-        """The event in progress touches this."""
+        """Note a touch by the current event."""
         if self.events and not (isinstance(actor := self.events[-1].actor, int) and actor not in self._joined):
             self.events[-1].touches.add(Touch(thing, changes))
 
-    def needed(self, event: int) -> None:
-        """The event in progress could not have come before that one."""
+    def note_need(self, event: int) -> None:
+        """Note an earlier event as necessary for the current one."""
         if 0 <= event < self.now:
             self.events[-1].after.add(event)
 
     def rival(self, actor: Actor) -> None:
-        """This one could have done what the event in progress does."""
+        """Note an actor that could have taken this event's effect."""
         if self.kept:
             self.events[-1].rivals.add(actor)
 
     def gives(self, message: Message, held: Held) -> None:
-        """From now on what its rank writes there is noted."""
+        """Watch writes of the rank to these tensors from now on."""
         if self.kept:
             self._given.setdefault(message[0], {})[message] = held, held.contents
 
     def takes_back(self, message: Message) -> None:
-        """Its rank knows that the message has left."""
+        """Stop watching: the rank knows that the message has left."""
         self._given.get(message[0], {}).pop(message, None)

@@ -1,8 +1,8 @@
-"""Every interleaving that differs, once: which runs are worth having after those that were.
+"""Exploration of every distinct interleaving: choice of further runs from past runs.
 
 Source sets with sleep sets, from "Optimal dynamic partial order reduction" by Abdulla, Aronis, Jonsson and Sagonas
-(POPL 2014): of two events whose order matters and could be another, another run has the second before the first.
-Runs that differ only in the order of events that do not touch the same are one run.
+(POPL 2014): for two events whose order matters and can change, another run has the second before the first. Runs that
+differ only in the order of unrelated events are one run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from pipeproof.wings.simulated.engine.guide import Guide, preemptions
 
 @dataclass(frozen=True)
 class Course:
-    """The events of a run, up to where it became ``redundant``. ``astray``: it did not follow its guide."""
+    """Events of a run, until it became ``redundant``. ``astray``: it left its guide."""
 
     events: Sequence[Event]
     redundant: bool = False
@@ -24,7 +24,7 @@ class Course:
 
 @dataclass
 class _Node:
-    """A point of a run: the event that was chosen, who else is to be, and who has been or need not be."""
+    """A point in a run: the chosen event, actors to choose next time, and actors done or unnecessary."""
 
     event: Event
     asleep: dict[Actor, Event]
@@ -35,21 +35,21 @@ class _Node:
         self.had(self.event)
 
     def had(self, event: Event) -> None:
-        """This event has been chosen here."""
+        """Record the event chosen here."""
         self.event = event
         self.todo |= {event.actor, *event.rivals}
         self.done[event.actor] = event
 
     @property
     def left(self) -> list[Actor]:
-        """Who is still to be chosen here."""
+        """Actors still to choose here."""
         return [one for one in self.todo if one not in self.done and one not in self.asleep]
 
 
 class Exploration:
-    """A search through a job's interleavings. ``found``: how many that differ have run. ``complete``: they are all.
+    """A search through a job's interleavings. ``found``: number of distinct runs. ``complete``: all are found.
 
-    ``more``: there are more than it was to run. ``astray``: the job is not the same twice, so nobody knows them all.
+    ``more``: the limit was reached first. ``astray``: the job does not repeat itself, so the number is unknown.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,7 +62,7 @@ class Exploration:
         self._nodes: list[_Node] = []
 
     def guides(self) -> Iterator[Guide]:
-        """One for each run that is still to be had; who runs it calls ``learn`` before asking for the next."""
+        """Yield a guide for each remaining run; call ``learn`` before the next."""
         guide: Guide | None = Guide()
         while guide is not None and self.ran < self.most and not self.astray:
             yield guide
@@ -72,7 +72,7 @@ class Exploration:
         self.more = guide is not None and known
 
     def learn(self, course: Course | None) -> None:
-        """What the run that was asked for last was like; None: nobody can tell, for it did not end."""
+        """Learn the course of the last requested run; None: unknown, because it did not end."""
         self.ran += 1
         self.astray = course is None or course.astray
         if course is None or course.astray:
@@ -86,7 +86,7 @@ class Exploration:
         self._reverse(first=max(known - 1, 0))
 
     def _asleep(self) -> dict[Actor, Event]:
-        """Who sleeps after the last event: who slept before it, or was in its place, and has nothing to do with it."""
+        """Return actors asleep after the last event: earlier sleepers, or rivals, unrelated to it."""
         node = self._nodes[-1]
         others = {**node.asleep, **node.done}
         return {one: e for one, e in others.items() if one != node.event.actor and not e.meets(node.event)}
@@ -121,7 +121,7 @@ class Exploration:
             clocks.append(clock)
 
     def _let_before(self, other: int, number: int, clocks: Sequence[dict[Actor, int]]) -> None:
-        """Have a run in which the event of this number comes where the other one is now."""
+        """Schedule a run in which event ``number`` takes the place of event ``other``."""
         node, actor = self._nodes[other], self._nodes[other].event.actor
         then = [k for k in range(other + 1, number) if clocks[k].get(actor, -1) < other] + [number]
         initials: dict[Actor, int] = {}
@@ -140,8 +140,8 @@ def _join(clock: dict[Actor, int], other: dict[Actor, int]) -> None:
         clock[actor] = max(clock.get(actor, -1), number)
 
 
-def told(explorations: Sequence[Exploration]) -> str:
-    """What was searched, of so many jobs, in a sentence; empty where nothing was."""
+def describe_explorations(explorations: Sequence[Exploration]) -> str:
+    """Describe searches of several jobs in a sentence; empty without a search."""
     if not explorations:
         return ""
     endings = {"more": "had more", "astray": "did not run the same way twice"}

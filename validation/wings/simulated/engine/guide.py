@@ -1,4 +1,4 @@
-"""A run whose decisions are known: every rank goes on until it waits, but where a preemption says otherwise."""
+"""A run with known decisions: every rank goes on until it waits, except at preemptions."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ IN_TURN = "in-turn"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Where ``actor`` would have its event number ``count``, another goes first: ``by``."""
+    """At event number ``count`` of ``actor``, another actor goes first: ``by``."""
 
     actor: Actor
     count: int
@@ -25,9 +25,9 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Guide:
-    """The preemptions of a run. ``asleep``: what need not come next after them, for another run had it there.
+    """Preemptions of a run. ``asleep``: actors that need not come next, because another run had them there.
 
-    ``first``: the number of the event at which they are asleep.
+    ``first``: number of the event at which they sleep.
     """
 
     preemptions: tuple[Preemption, ...] = ()
@@ -38,8 +38,8 @@ class Guide:
         return ",".join((IN_TURN, *map(str, self.preemptions)))
 
 
-def parsed_interleaving(text: str) -> int | Guide:
-    """What an option says: a seed or a guide. Raises what argparse tells users of."""
+def parse_interleaving(text: str) -> int | Guide:
+    """Parse an option: a seed or a guide. Raises argparse's error for users."""
     try:
         return int(text) if text.lstrip("-").isdigit() else guide_of(text)
     except ValueError as error:
@@ -47,7 +47,7 @@ def parsed_interleaving(text: str) -> int | Guide:
 
 
 def guide_of(text: str) -> Guide:
-    """The guide that says so. Raises ValueError for other words."""
+    """Parse a guide. Raises ValueError for other text."""
     first, *rest = text.split(",")
     found = [re.fullmatch(r"(r\d+|m\d+\.\d+)@(\d+)=(r\d+|m\d+\.\d+)", part) for part in rest]
     if first != IN_TURN or not all(found):
@@ -66,16 +66,16 @@ def _actor(word: str) -> Actor:
 
 
 class Turns:
-    """Counts what every actor has done, and so says which preemption is due."""
+    """Count each actor's events, to find the next preemption."""
 
     def __init__(self) -> None:
         self._done: defaultdict[Actor, int] = defaultdict(int)
         self._last: Actor | None = None
 
     def next(self, able: Sequence[Actor]) -> tuple[Actor, int]:
-        """Who goes on where nothing is preempted, and the number of the event that it would have.
+        """Return the next actor without preemption, and the number of its event.
 
-        It is who had the turn, else the first rank that can go on, else a message.
+        It is the previous rank, else the first rank that can go on, else a message.
         """
         ranks = [one for one in able if isinstance(one, int)]
         actor = self._last if self._last in ranks else min(ranks, default=able[0])
@@ -83,14 +83,14 @@ class Turns:
         return actor, self._done[actor]
 
     def take(self, actor: Actor) -> None:
-        """It has the turn."""
+        """Count a turn of this actor."""
         self._done[actor] += 1
         if isinstance(actor, int):
             self._last = actor
 
 
 def preemptions(events: Sequence[Event]) -> tuple[Preemption, ...]:
-    """Those of a run that had these events."""
+    """Return the preemptions of a run with these events."""
     turns, found = Turns(), []
     for event in events:
         actor, count = turns.next(event.able)
@@ -101,9 +101,9 @@ def preemptions(events: Sequence[Event]) -> tuple[Preemption, ...]:
 
 
 class Guided:
-    """The adversary that follows a guide. ``redundant``: the event from which on another run has had all of it.
+    """An adversary that follows a guide. ``redundant``: the event from which another run had all the rest.
 
-    ``astray``: whom a preemption named and who could not go: the run is not the one in which that was noted.
+    ``astray``: the actor of a preemption that could not go: the run differs from the recorded one.
     """
 
     def __init__(self, guide: Guide, history: History) -> None:
@@ -113,21 +113,21 @@ class Guided:
         self._asleep = dict(guide.asleep)
         self._first = guide.first
         self._turns = Turns()
-        self._due: defaultdict[tuple[Actor, int], deque[Actor]] = defaultdict(deque)
+        self._expected: defaultdict[tuple[Actor, int], deque[Actor]] = defaultdict(deque)
         for one in guide.preemptions:
-            self._due[one.actor, one.count].append(one.by)
+            self._expected[one.actor, one.count].append(one.by)
 
     def choose(self, able: Sequence[Actor]) -> Actor:
-        """As ``Adversary`` does."""
+        """Choose, see ``Adversary``."""
         self._forget()
-        actor = self._chosen(able)
+        actor = self._choose(able)
         self._turns.take(actor)
         return actor
 
-    def _chosen(self, able: Sequence[Actor]) -> Actor:
+    def _choose(self, able: Sequence[Actor]) -> Actor:
         following, number = self._turns.next(able), self._history.now + 1
-        if due := self._due.get(following):
-            by = due.popleft()
+        if expected := self._expected.get(following):
+            by = expected.popleft()
             if by in able:
                 return by
             self.astray = by
@@ -137,7 +137,7 @@ class Guided:
         return self._turns.next(awake or able)[0]
 
     def _forget(self) -> None:
-        """Whoever sleeps wakes up where the last event has touched what it would."""
+        """Wake sleepers whose next event meets the last one."""
         if len(self._history.events) > self._first:
             last = self._history.events[-1]
             self._asleep = {

@@ -1,4 +1,4 @@
-"""Who runs next: ranks are threads of which one has the turn; an adversary decides whose it is, or what moves."""
+"""The scheduler: ranks are threads, one with the turn; an adversary chooses the next rank or message."""
 
 import sys
 import threading
@@ -19,10 +19,10 @@ _PATIENCE = 2  # how often one may ask for the same in vain before it is known t
 
 
 class NotSimulated(NotImplementedError):
-    """What the simulated world does not have.
+    """A feature that the simulated world lacks.
 
-    ``refusals``: all of this run, with the threads that they were made on: code that catches one goes on with what no
-    real rank would have.
+    ``refusals``: all of this run, with their threads: code that catches one goes on in a state impossible for real
+    ranks.
     """
 
     refusals: ClassVar[list[tuple[threading.Thread, str]]] = []
@@ -33,7 +33,7 @@ class NotSimulated(NotImplementedError):
 
 
 class AnotherRanks(RuntimeError):
-    """A rank has what is another's: some code keeps it where ranks that are threads share it."""
+    """A rank has another rank's object: some code stores it where threads share it."""
 
     def __init__(self, what: str, rank: int, owner: str) -> None:
         super().__init__(
@@ -43,19 +43,19 @@ class AnotherRanks(RuntimeError):
 
 
 class Over(BaseException):
-    """The run has ended: whoever is still waiting gives up. No user's code catches it by name."""
+    """The run has ended: waiting ranks give up. A BaseException, so user code rarely catches it."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, in words, and the ranks that could end that; none: all that do not wait for the same."""
+    """A rank's wait, in words, and the ranks that could end it; none: all without the same wait."""
 
     text: str
     peers: tuple[int, ...] = ()
 
 
 class State(Protocol):
-    """What a rank finds as it left it when its turn comes."""
+    """A rank's process-wide state, restored at each turn."""
 
     def take(self) -> None: ...
     def leave(self) -> None: ...
@@ -63,10 +63,10 @@ class State(Protocol):
 
 @dataclass
 class Seat:
-    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for.
+    """One rank's thread, and its position. ``wait``: describes the wait of a rank that cannot go on.
 
-    ``for_device``: a device would wait in its place, and its program go on. ``by_device``: a device brings what it
-    waits for; else another program can at once.
+    ``for_device``: a device would wait instead, and its program go on. ``by_device``: a device brings the awaited
+    thing; otherwise another program can at once.
     """
 
     rank: int
@@ -81,15 +81,15 @@ class Seat:
 
     @property
     def frame(self) -> FrameType | None:
-        """Its innermost frame."""
+        """Innermost frame of its stack."""
         ident = None if self.thread is None else self.thread.ident
         return None if ident is None else sys._current_frames().get(ident)
 
 
 class Scheduler:
-    """The turns of a run. The thread that gives up its turn itself decides who is next: no other thread is needed.
+    """Turns of a run. The thread that yields its turn decides the next: no other thread is needed.
 
-    ``stuck`` is called once, when nobody can go on. ``history`` is told all.
+    ``stuck`` is called once, when no rank can go on. ``history`` records all events.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Scheduler:
         self._adversary = adversary
         self.over = False
         self.turns = self.steps = 0  # how often a rank came back, and how often that, or a message, moved the run on
-        self.strangers = False  # whether a thread that is no rank's has called
+        self.strangers = False  # true after a call by a foreign thread
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
         self._moves: dict[Actor, Callable[[], None]] = {}
@@ -114,23 +114,23 @@ class Scheduler:
         self._spinning: set[int] = set()
         self._stuck = stuck
         self._running: int | None = None
-        self._races: dict[int, Race] = {}  # the first that each rank was told of
+        self._races: dict[int, Race] = {}  # the first of each rank
         for seat in seats:
             seat.turn.acquire()
 
     @property
     def running(self) -> int:
-        """The rank that has the turn."""
-        assert self._running is not None, "nobody has the turn"
+        """The rank with the turn."""
+        assert self._running is not None, "no rank has the turn"
         return self._running
 
     @property
     def clock(self) -> Clock:
-        """That of the rank that has the turn."""
+        """Clock of the running rank."""
         return self.seats[self.running].clock
 
     def touch(self, thing: Hashable, *, changes: bool) -> None:
-        """What happens now touches this, as others may: who goes round and round until it changes goes on."""
+        """Note a shared touch in the current event; ranks that poll go on after a change."""
         self.steps += changes
         self.history.touch(thing, changes=changes)
         if not changes:
@@ -142,10 +142,10 @@ class Scheduler:
             asked.pop(thing, None)
 
     def ask(self, thing: Hashable, there: Callable[[], bool]) -> bool:
-        """Whether something is there, asked by the rank that has the turn.
+        """Return ``there()``, asked by the running rank.
 
-        Where every interleaving counts, who has asked often in vain goes round and round: its next turn comes once
-        something that it asked for has changed, or where nobody else can go on.
+        In an exploration, a rank that asks repeatedly in vain is polling: its next turn comes after a change to
+        something that it asked for, or when no other rank can go on.
         """
         if not self.history.kept:
             return there()
@@ -161,23 +161,23 @@ class Scheduler:
         return there()
 
     def tell(self, found: Race) -> NoReturn:
-        """Raise the race in the rank that has the turn, whose code may catch it."""
+        """Raise the race in the running rank, whose code may catch it."""
         self._races.setdefault(self.running, found)
         raise found
 
     def tell_again(self) -> None:
-        """Raise the race that the rank that has the turn was told of first: what came of it counts less."""
+        """Raise the running rank's first race again, because later ones follow from it."""
         self._refuse_strangers()
         if (found := self._races.get(self.running)) is not None:
             raise found
 
     @property
     def ended(self) -> int:
-        """How many ranks have."""
+        """Number of ranks at their end."""
         return sum(seat.ended for seat in self.seats)
 
     def call(self) -> Message:
-        """The name of what the rank that has the turn asks of the network now."""
+        """Name of the running rank's current network call."""
         self._refuse_strangers()
         self.steps += 1
         self._calls[self.running] += 1
@@ -185,11 +185,11 @@ class Scheduler:
         return self.running, self._calls[self.running] - 1
 
     def offer(self, message: Actor, move: Callable[[], None]) -> None:
-        """``message`` may move from now on; ``move`` is called once, by whoever decides that it does."""
+        """Let ``message`` move from now on; the decider calls ``move`` once."""
         self._moves[message] = move
 
     def withdraw(self, message: Actor) -> None:
-        """It may not, or not yet."""
+        """Withdraw a message's offer to move."""
         self._moves.pop(message, None)
 
     def begin(self) -> None:
@@ -199,18 +199,18 @@ class Scheduler:
         self._give(following)
 
     def await_turn(self, rank: int) -> None:
-        """The first thing that a rank's thread does."""
+        """Wait for the first turn of a rank's thread."""
         self.seats[rank].turn.acquire()
         self.seats[rank].state.take()
         self.seats[rank].clock.start()
 
     def pause(self) -> None:
-        """Anybody may be next."""
+        """Yield to any rank."""
         self._refuse_strangers()
         self._hand_over(self.running)
 
     def block(self, wait: Callable[[], Wait], *, for_device: bool = False, by_device: bool = False) -> None:
-        """Not this rank, until somebody wakes it. ``for_device``, ``by_device``: as of ``Seat``."""
+        """Suspend this rank until another wakes it. ``for_device``, ``by_device``: see ``Seat``."""
         rank = self.running
         if self.over:
             raise Over
@@ -220,13 +220,13 @@ class Scheduler:
         self._hand_over(rank)
 
     def wake(self, rank: int) -> None:
-        """What a rank waited for has come."""
+        """Wake a rank whose wait is over."""
         if self.seats[rank].wait is not None and not self.over:
             self.seats[rank].wait = None
             self._ready.append(rank)
 
     def finish(self) -> None:
-        """The rank that has the turn has ended: it never gets one again."""
+        """End the running rank: it never gets another turn."""
         self.steps += 1
         seat = self.seats[self.running]
         seat.ended = True
@@ -242,7 +242,7 @@ class Scheduler:
             self._give(following)
 
     def _refuse_strangers(self) -> None:
-        """Raises where a thread calls that is not the rank's that has the turn; from then on in every rank's too."""
+        """Raise if a thread without the turn calls; from then on, raise in every rank."""
         self.strangers |= self._running is None or threading.current_thread() is not self.seats[self._running].thread
         if self.strangers:
             raise NotSimulated(STRANGERS)
@@ -269,7 +269,7 @@ class Scheduler:
         self.seats[rank].turn.release()
 
     def _following(self) -> int | None:
-        """Who is next; None once all have ended."""
+        """Choose the next rank; None after all ended."""
         while not self.over:
             self.history.end()
             if not self._ready and not self._moves and self._spinning:
@@ -278,7 +278,7 @@ class Scheduler:
             if not self._ready and not self._moves:
                 if all(seat.ended for seat in self.seats):
                     return None
-                self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
+                self.seats[self.running].state.leave()  # then its wait is described like the others'
                 self._stuck()
                 self.over = True
                 break
@@ -287,13 +287,13 @@ class Scheduler:
         return next((seat.rank for seat in self.seats if not seat.ended), None)
 
     def _decide(self) -> int | None:
-        """The rank that is next; None where it was a message, which has moved."""
+        """Decide the next step; returns the rank, or None after moving a message."""
         able = [*self._ready, *self._moves]
         chosen = self._adversary.choose(able)
         self.history.begin(chosen, able)
         if isinstance(chosen, int):
             return chosen
-        self.steps += 1  # also where it touches nothing
+        self.steps += 1  # even without a touch
         self._moves.pop(chosen)()
         return None
 
@@ -301,11 +301,11 @@ class Scheduler:
 WHOLE = 5  # times the bound of one that stands still: a slow machine is no hang, and what never ends is cut
 
 
-def held_up(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
-    """Wait until a run has ended. Empty then; else what is said of the rank that has the turn, as it goes on.
+def wait_for_end(scheduler: Scheduler, *, timeout_s: float, whole_s: float) -> str:
+    """Wait for the end of a run. Returns an empty text, or a complaint about a rank that runs on.
 
-    Time counts in looks at the run, so that none passes while the machine sleeps. Who only asks moves nothing on. Of a
-    run that is over it is known how it ended: who does not give up then, as one that catches all, is not waited for.
+    Time counts in looks at the run, so none passes while the machine sleeps. Polling is no progress. After the end of a
+    run, a rank that does not give up, for example by catching everything, is not waited for.
     """
     looks = came_back = moved = turns = steps = over = 0
     while not scheduler.done.wait(LOOK_S):

@@ -1,4 +1,4 @@
-"""What decides a simulated run, in words that a command line takes and a replay line gives back, and what is drawn."""
+"""Settings of a simulated run, in the words of a command line and of a replay line, and their random draw."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pipeproof.own.case import Case
 
-# From the one that waits least, so that shrinking moves to what everybody has.
+# Ordered by waiting, least first: shrinking moves to the most common transport.
 EVERY = tuple(sorted(Transport, key=lambda one: (one is not Transport.UNLIMITED, RULES[one].blocking)))
 
 _ROOMS = (0, 256, 4096)  # bytes: for no message of the smallest models, for some, and for several
@@ -23,8 +23,10 @@ _ROOMS = (0, 256, 4096)  # bytes: for no message of the smallest models, for som
 
 @dataclass(frozen=True)
 class Timing:
-    """What takes time besides sleep. ``latency_s``: what a message takes on its way, in seconds. ``measured``: what a
-    rank's thread computes takes as long as the processor needs for it; else no time."""
+    """Sources of delay besides sleep.
+
+    ``latency_s``: a message's travel time. ``measured``: computation takes processor time; otherwise none.
+    """
 
     latency_s: float = 0.0
     measured: bool = False
@@ -52,11 +54,10 @@ class Manner:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Of a case: so many interleavings, by their seeds, from the first on, over a transport.
+    """A choice of interleavings for a case: ``count`` seeds from the first on, over a transport.
 
-    Or the one that a guide gives; or with ``most`` all that differ, but no more than so many. ``room``: how many bytes
-    of what one rank sends to another are kept until they are received, so that the send ends before; of transports that
-    keep messages in order.
+    Or by a guide; or with ``most`` by all distinct interleavings, up to this number. ``room``: bytes buffered between
+    two ranks until the receive, so the send ends earlier; for transports that keep messages in order.
     """
 
     transport: Transport = Transport.UNLIMITED
@@ -73,22 +74,22 @@ class Simulation:
 
     @property
     def decider(self) -> str:
-        """Who decides what happens next, in words."""
-        return "as told" if isinstance(self.first, Guide) else name_of(self.first)
+        """The decider of the run, in words."""
+        return "as given" if isinstance(self.first, Guide) else name_of(self.first)
 
     @property
     def seeds(self) -> Sequence[int | Guide]:
-        """What decides each of them, unless they are all."""
+        """Seeds or guides to run; empty for an exploration of all."""
         return (self.first,) if isinstance(self.first, Guide) else range(self.first, self.first + self.count)
 
     @property
     def options(self) -> str:
-        """As a command line has the first of them."""
+        """Command line options for the first run."""
         return " ".join(f"--{name} {value}" for name, value in self._said)
 
     @property
     def pytest_options(self) -> str:
-        """As pytest has it."""
+        """pytest options for the first run."""
         return " ".join(f"--pipeproof-{name}={value}" for name, value in self._said)
 
     @property
@@ -99,8 +100,8 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a campaign draws beside each case: simulations like ``like``, with any seed, where ``seeds``, and any of
-    ``transports``; where there are several of these, with some room or other, too.
+    """Draw simulations beside each case: like ``like``, with any seed, if ``seeds``, and any of ``transports``; with
+    several transports, also a random room.
     """
 
     like: Simulation
@@ -112,10 +113,10 @@ class Decisions:
         return f"{seeds}, transports {', '.join(one.value for one in self.transports)}"
 
     def __call__(self, case: "Case") -> "SearchStrategy[Simulation]":
-        """A strategy of what decides ``case``; it shrinks to the first transport and to seed 0.
+        """Return a strategy for simulations of ``case``; it shrinks to the first transport and seed 0.
 
-        Every schedule of ours ends under every transport. torch's runtime posts messages that cross, which end where
-        nobody waits there and then.
+        Our schedules end under every transport. torch's runtime posts crossing messages, which end unless a rank waits
+        at once.
         """
         from hypothesis import strategies as st  # of a campaign alone
 
@@ -125,8 +126,8 @@ class Decisions:
         ending = [one for one in self.transports if case.runtime == OWN or not RULES[one].blocking]
         rooms = st.sampled_from(_ROOMS) if len(self.transports) > 1 else st.just(self.like.room)
 
-        def decided(drawn: tuple[Transport, int | Guide, int]) -> Simulation:
+        def decide(drawn: tuple[Transport, int | Guide, int]) -> Simulation:
             transport, first, room = drawn
             return replace(self.like, transport=transport, first=first, room=0 if RULES[transport].by_name else room)
 
-        return st.tuples(st.sampled_from(ending), seeds, rooms).map(decided)
+        return st.tuples(st.sampled_from(ending), seeds, rooms).map(decide)

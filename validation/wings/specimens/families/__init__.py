@@ -1,1 +1,1 @@
-"""Tables of specimens by what they are about. Their code plays the part of a user's own."""
+"""Tables of specimens by topic. Their code imitates a user's."""

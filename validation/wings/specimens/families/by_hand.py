@@ -1,6 +1,6 @@
-"""Messages as one posts them by hand with torch.distributed, and where: on simulated ranks alone.
+"""Messages posted by hand with torch.distributed, on simulated ranks alone.
 
-What is wrong with such code depends on timing. On real ranks nothing is planted, for there it would show by luck.
+Faults in such code depend on timing. Real ranks would show them by luck, so nothing is planted there.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,9 +32,9 @@ def where_simulated(change: Callable[[T], T]) -> Callable[[T], T]:
 
 
 class ByHand(AroundTransport):
-    """Activations of the first stage go by hand: each has a buffer of its own, and every work is waited for.
+    """Send the first stage's activations by hand: each has its own buffer, and every work is waited for.
 
-    Subclasses do one thing otherwise; what they have a ``way`` of doing is a class attribute.
+    Subclasses change one thing; a ``way`` of doing it is a class attribute.
     """
 
     sent: tuple[To, ...] = (SENT,)
@@ -78,25 +78,25 @@ class ByHand(AroundTransport):
         self.posted[message] = dist.irecv(buffer, message.peer, tag=message.tag), buffer
 
     def takes(self, message: Message) -> Tensor:
-        """What has come."""
+        """Return the received message."""
         work, buffer = self.posted.pop(message)
         work.wait()
         return buffer
 
     def ends(self) -> None:
-        """Everything that was sent has left."""
+        """Wait until all messages have left."""
         while self.sending:
             work, _ = self.sending.pop(0)
             work.wait()
 
 
 def by_hand(kind: type[ByHand], **way: Any) -> Plant:
-    """Messages go by this kind of hand, where ranks are simulated."""
+    """Send messages by this kind of hand on simulated ranks."""
     return where_simulated(on_transport(lambda transport, schedule: kind(transport, **way)))
 
 
-def beside(change: Callable[..., None], **way: Any) -> Plant:
-    """Ranks do this before tied gradients are reduced, in this ``way``, where they are simulated."""
+def plant_beside(change: Callable[..., None], **way: Any) -> Plant:
+    """Do this before tied gradients are reduced, in this ``way``, on simulated ranks."""
 
     def reduce(parts: Parts) -> None:
         change(parts, **way)
@@ -106,23 +106,23 @@ def beside(change: Callable[..., None], **way: Any) -> Plant:
 
 
 def gradients_on(parts: Parts) -> list[Tensor]:
-    """Those that a rank has."""
+    """Return a rank's gradients."""
     return [gradient for stage in parts.stages for gradient in gradients_of(stage.module)]
 
 
 def scale_gradients(parts: Parts, factor: float) -> None:
-    """Multiply them."""
+    """Multiply gradients."""
     for gradient in gradients_on(parts):
         gradient.mul_(factor)
 
 
 def row(fault: Fault, plant: Plant, *over: Transports, schedule: str = "", **needs: Any) -> Specimen:
-    """Two ranks with one fp32 tensor between them, over these transports; for none, gloo's and NCCL's."""
+    """Return a specimen of two ranks with an fp32 tensor between, over these transports; by default gloo and NCCL."""
     return Specimen(fault=fault, plant=plant, needs=_between_two(over, needs), schedule=schedule)
 
 
 def control(plant: Plant, *over: Transports, schedule: str = "", **needs: Any) -> Entry:
-    """The same code without what is wrong in it."""
+    """Return the same code without its fault."""
     return Entry(plant=plant, needs=_between_two(over, needs), schedule=schedule)
 
 
@@ -130,11 +130,11 @@ def _between_two(over: tuple[Transports, ...], needs: Mapping[str, Any]) -> Need
     return replace(Needs(ranks=2, models=("mlp",), transports=over or BOTH), **needs)
 
 
-def raced(kind: str, stage: StageAt) -> Fault:
-    """What the simulated world calls it, and whose rank does it."""
+def race_fault(kind: str, stage: StageAt) -> Fault:
+    """Return the simulated world's name for the race, and its rank."""
     return Fault(kind, kind, stage=stage)
 
 
 def hung(rank: int = 0) -> Fault:
-    """Ranks wait for each other, of which the first is told."""
+    """Return a deadlock, reported at its first rank."""
     return Fault("deadlock", "deadlock", rank=rank)

@@ -1,4 +1,4 @@
-"""Messages that meet in another order than was meant, or wait for each other, as a transport's own order has it."""
+"""Messages that meet in a wrong order, or wait for each other, on ordered transports."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,11 +16,11 @@ from pipeproof.wings.specimens.families.by_hand import (
     RECEIVED,
     SENT,
     ByHand,
-    beside,
     by_hand,
     control,
     hung,
-    raced,
+    plant_beside,
+    race_fault,
     row,
     scale_gradients,
 )
@@ -28,7 +28,7 @@ from pipeproof.wings.specimens.planting import To, second
 from pipeproof.wings.specimens.specimen import Entry, Fault, Specimen
 
 _GLOO, _NCCL, _BUFFERED = Transports.UNLIMITED, Transports.PAIR, Transports.BUFFERED
-_APART = 10**6  # from tag to tag, so that they are none of the schedule's
+_APART = 10**6  # far from the schedule's tags
 _BOTH_WAYS: tuple[tuple[To, ...], tuple[To, ...]] = (SENT, To(Kind.SEND_B, 1)), (RECEIVED, To(Kind.RECV_B, 0))
 
 
@@ -45,7 +45,7 @@ class _NewestFirst(ByHand):
 
 
 class _WithNotes(ByHand):
-    """Beside each activation goes a note on it. The receiver wants the note first, and the sender gives it last."""
+    """Send a note beside each activation. The receiver expects the note first; the sender sends it last."""
 
     note_first = False  # on both ends
 
@@ -62,7 +62,7 @@ class _WithNotes(ByHand):
 
 
 class _Ahead(ByHand):
-    """Posts the receive of a gradient ahead of the send of the activation that it answers, or behind it."""
+    """Post a gradient's receive before, or after, the send of the matching activation."""
 
     sent, received = _BOTH_WAYS
     ahead = True
@@ -71,7 +71,7 @@ class _Ahead(ByHand):
         action = message.name
         if self.ahead and isinstance(action, Action) and action.kind is Kind.SEND_F:
             answer = message._replace(name=Action(0, Kind.RECV_B, action.microbatch), tag=message.tag + 1)
-            super().posts(answer, len(buffer) + 1)  # a byte says whether there is one
+            super().posts(answer, len(buffer) + 1)  # one byte marks its presence
         super().sends(message, buffer)
 
     def posts(self, message: Message, nbytes: int) -> None:
@@ -80,22 +80,22 @@ class _Ahead(ByHand):
 
 
 class _Blocking(ByHand):
-    """``send`` and ``recv``, each where the schedule has its message."""
+    """Blocking ``send`` and ``recv``, each at its message in the schedule."""
 
     sent, received = _BOTH_WAYS
 
     def __init__(self, inner: Transport, **way: Any) -> None:
         super().__init__(inner, **way)
-        self.due: dict[Message, int] = {}
+        self.expected: dict[Message, int] = {}
 
     def sends(self, message: Message, buffer: Tensor) -> None:
         dist.send(buffer, message.peer, tag=message.tag)
 
     def posts(self, message: Message, nbytes: int) -> None:
-        self.due[message] = nbytes
+        self.expected[message] = nbytes
 
     def takes(self, message: Message) -> Tensor:
-        buffer = torch.empty(self.due.pop(message), dtype=torch.uint8)
+        buffer = torch.empty(self.expected.pop(message), dtype=torch.uint8)
         dist.recv(buffer, message.peer, tag=message.tag)
         return buffer
 
@@ -119,8 +119,8 @@ class _AndBarrier(_Blocking):
         return came
 
 
-def _exchanged(parts: Parts, *, first: int | None = None) -> None:
-    """Ranks send what they have, and receive then; of which the ``first`` one does, and the other in turn."""
+def _exchange(parts: Parts, *, first: int | None = None) -> None:
+    """Send, then receive, on each rank; ``first``: only this rank in that order, the other reversed."""
     rank, found = parts.transport.rank, torch.ones(1)
     receives_first = first not in (None, rank)
     if receives_first:
@@ -130,8 +130,8 @@ def _exchanged(parts: Parts, *, first: int | None = None) -> None:
         dist.recv(found, 1 - rank, tag=_APART)
 
 
-def _exchanged_in_a_batch(parts: Parts) -> None:
-    """So in one batch."""
+def _exchange_in_a_batch(parts: Parts) -> None:
+    """Exchange in one batch."""
     other = 1 - parts.transport.rank
     ends = [(dist.isend, torch.ones(1)), (dist.irecv, torch.ones(1))]
     for work in dist.batch_isend_irecv([dist.P2POp(post, end, other, tag=_APART) for post, end in ends]):
@@ -139,15 +139,15 @@ def _exchanged_in_a_batch(parts: Parts) -> None:
 
 
 def _factors(parts: Parts, *, by_sender: bool) -> None:
-    """Ranks tell the first one a factor, which takes them as they come, and get one back: in their order, or their own.
+    """Send factors to the first rank, which takes them on arrival and answers in their order, or its own.
 
-    Gradients are divided by the one and multiplied by the other.
+    Gradients are divided by one and multiplied by the other.
     """
     rank, others = parts.transport.rank, range(1, parts.transport.n_ranks)
     if rank == 0:
         came = [(dist.recv(factor := torch.empty(1), tag=_APART), factor) for _ in others]
-        told = sorted(came, key=lambda one: one[0]) if by_sender else came
-        for one, (_, factor) in zip(others, told, strict=True):
+        taken = sorted(came, key=lambda one: one[0]) if by_sender else came
+        for one, (_, factor) in zip(others, taken, strict=True):
             dist.send(factor, one, tag=_APART)
         return
     own, answer = torch.tensor([2.0**rank]), torch.empty(1)
@@ -161,12 +161,12 @@ _CROSSED = Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), ali
 
 SPECIMENS: Mapping[str, Specimen] = {
     "matched-by-order": _row(_CROSSED, by_hand(_NewestFirst), _NCCL, microbatches=2),
-    "two-streams-of-messages": _row(raced("mismatched", second), by_hand(_WithNotes), _NCCL),
+    "two-streams-of-messages": _row(race_fault("mismatched", second), by_hand(_WithNotes), _NCCL),
     "received-ahead-of-its-cause": _row(hung(), by_hand(_Ahead), _NCCL),
     "sends-wait-at-once": row(hung(), by_hand(_Blocking), schedule="1f1b", microbatches=2),
     "received-after-the-barrier": _row(hung(), by_hand(_AndBarrier)),
-    "both-send-first": _row(hung(), beside(_exchanged)),
-    "any-source-by-rank": _row(Fault("scale", "gradient"), beside(_factors, by_sender=False), _GLOO, ranks=3),
+    "both-send-first": _row(hung(), plant_beside(_exchange)),
+    "any-source-by-rank": _row(Fault("scale", "gradient"), plant_beside(_factors, by_sender=False), _GLOO, ranks=3),
 }
 CONTROLS: Mapping[str, Entry] = {
     "newest-first-by-tag": _control(by_hand(_NewestFirst), _GLOO, _BUFFERED, microbatches=2),
@@ -175,7 +175,7 @@ CONTROLS: Mapping[str, Entry] = {
     "received-behind-its-cause": _control(by_hand(_Ahead, ahead=False)),
     "sends-wait-in-gpipe": _control(by_hand(_Blocking), microbatches=2),
     "received-before-the-barrier": _control(by_hand(_AndBarrier, barrier_last=True)),
-    "exchanged-in-turn": _control(beside(_exchanged, first=0)),
-    "exchanged-in-a-batch": _control(beside(_exchanged_in_a_batch)),
-    "any-source-by-sender": _control(beside(_factors, by_sender=True), _GLOO, ranks=3),
+    "exchanged-in-turn": _control(plant_beside(_exchange, first=0)),
+    "exchanged-in-a-batch": _control(plant_beside(_exchange_in_a_batch)),
+    "any-source-by-sender": _control(plant_beside(_factors, by_sender=True), _GLOO, ranks=3),
 }

@@ -1,7 +1,6 @@
-"""Faults that only a device shows: it works behind the host, in streams, and its memory and numbers are its own.
+"""Faults that only a device shows: it runs behind the host, in streams, with its own memory and numbers.
 
-Most are races: on a device that is fast enough they may show nothing. Nothing is planted where ranks compute on the
-CPU.
+Most are races: a fast device may hide them. Nothing is planted on CPU ranks.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from pipeproof.own.faults import Plant
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.boundary import Tensors
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.pipeline.step import Parts, ScheduleResult
 from pipeproof.pipeline.transport import Message, Transport
 from pipeproof.reference.model import DropoutBlock
 from pipeproof.wings.specimens.families.model import with_forward
@@ -50,7 +49,7 @@ _CRASH = Fault("crash", "crash", stage=second)
 
 
 def _device_of(parts: Parts) -> torch.device:
-    """Where this rank computes."""
+    """Return this rank's device."""
     return next((p.device for stage in parts.stages for p in stage.module.parameters()), torch.device(CPU))
 
 
@@ -65,7 +64,7 @@ def _early(tensor: Tensor) -> Tensor:
 
 
 class _OnDevice(AroundTransport):
-    """A transport with a device beside it. What has come or is sent lies there."""
+    """A transport beside a device, which holds sent and received tensors."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner)
@@ -73,14 +72,14 @@ class _OnDevice(AroundTransport):
 
 
 class _SentEarly(_OnDevice):
-    """A message leaves before its copy has reached the host."""
+    """Send a message before its copy reaches the host."""
 
     def send(self, message: Message, buffer: Tensor) -> None:
         self.inner.send(message, _early(buffer) if message in _SENT else buffer)
 
 
 class _SentByAddress(_OnDevice):
-    """The host reads what is sent where it lies."""
+    """Read a sent tensor from the host at its device address."""
 
     def send(self, message: Message, buffer: Tensor) -> None:
         if message in _SENT:
@@ -90,7 +89,7 @@ class _SentByAddress(_OnDevice):
 
 
 class _Received(_OnDevice):
-    """What comes is put into pinned memory, and from there on the device. Subclasses say how, with which fault."""
+    """Receive into pinned memory, then copy to the device. Subclasses add a fault."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner, device)
@@ -103,20 +102,20 @@ class _Received(_OnDevice):
             return self.inner.receive(message)
         with self._apart:  # to wait for this message is not to wait for what the stage computes
             arrived = self.inner.receive(message).cpu()
-        return self.taken(arrived)
+        return self.take(arrived)
 
-    def taken(self, arrived: Tensor) -> Tensor:
+    def take(self, arrived: Tensor) -> Tensor:
         """``arrived``, which lies on the host, on the device."""
         raise NotImplementedError
 
-    def pinned(self, content: Tensor, *, again: bool) -> Tensor:
+    def pin(self, content: Tensor, *, again: bool) -> Tensor:
         """``content`` in pinned memory: the same each time if ``again``."""
         if not again or self._pinned is None or len(self._pinned) < len(content):
             self._pinned = torch.empty(len(content), dtype=torch.uint8, pin_memory=True)
         return self._pinned[: len(content)].copy_(content)
 
     def there(self, size: int) -> Tensor:
-        """One buffer on the device."""
+        """Return one buffer on the device."""
         if self._there is None or len(self._there) < size:
             self._there = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._there[:size]
@@ -125,8 +124,8 @@ class _Received(_OnDevice):
 class _OnePinned(_Received):
     """The host writes the next message while the last one's copy may still be under way."""
 
-    def taken(self, arrived: Tensor) -> Tensor:
-        return self.pinned(arrived, again=True).to(self._device, non_blocking=True)
+    def take(self, arrived: Tensor) -> Tensor:
+        return self.pin(arrived, again=True).to(self._device, non_blocking=True)
 
 
 class _OneBuffer(_Received):
@@ -134,18 +133,18 @@ class _OneBuffer(_Received):
 
     waits = False  # for that
 
-    def taken(self, arrived: Tensor) -> Tensor:
+    def take(self, arrived: Tensor) -> Tensor:
         buffer, stage = self.there(len(arrived)), torch.accelerator.current_stream()
         if self.waits:
             self._side.wait_stream(stage)
         with self._side:
-            buffer.copy_(self.pinned(arrived, again=False), non_blocking=True)
+            buffer.copy_(self.pin(arrived, again=False), non_blocking=True)
         stage.wait_stream(self._side)
         return buffer.clone()
 
 
 class _Waiting(_OneBuffer):
-    """As it is done: every buffer is waited for before it is used again, and what is sent has reached the host."""
+    """Correct version: every buffer is waited for before reuse, and sent tensors have reached the host."""
 
     waits = True
 
@@ -159,16 +158,16 @@ class _Waiting(_OneBuffer):
 
 def _transport(wrap: Callable[[Transport, torch.device], Transport]) -> Plant:
     def plant(parts: Parts) -> Parts:
-        def wrapped(inner: Transport, schedule: Schedule) -> Transport:
+        def wrap_inner(inner: Transport, schedule: Schedule) -> Transport:
             return wrap(inner, _device_of(parts))
 
-        return on_transport(wrapped)(parts)
+        return on_transport(wrap_inner)(parts)
 
     return _on_device(plant)
 
 
-def _given(change: Callable[[Tensor], Tensor]) -> Plant:
-    """The second stage is given other inputs, which need gradients as those did."""
+def _change_input(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Change the second stage's inputs, keeping their need for gradients."""
 
     def inputs(given: Tensors, call: Call) -> Tensors:
         return tuple(change(x.detach()).requires_grad_(x.requires_grad) for x in given)
@@ -177,7 +176,7 @@ def _given(change: Callable[[Tensor], Tensor]) -> Plant:
 
 
 def _on_the_side(given: Tensor) -> Tensor:
-    """Copied on a side stream, which has waited for ``given``, and which nobody waits for."""
+    """Copy on a side stream that waits for ``given``, without a wait for the copy."""
     side = torch.Stream(given.device)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
@@ -185,13 +184,13 @@ def _on_the_side(given: Tensor) -> Tensor:
 
 
 def _next_device(given: Tensor) -> Tensor:
-    """On the device beside; where there is one device, on one that there is not."""
+    """Use the next device; on a machine with one, a missing device."""
     kind, own = given.device.type, given.device.index or 0
     return given.to(torch.device(kind, (own + 1) % max(accelerator.count(kind), 2)))
 
 
-def _drawn_there(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """The host's generator is seeded for the mask, and the device's draws it."""
+def _draw_on_device(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Seed the host's generator for the mask, but draw with the device's."""
     y_BC = self.block(x_BC)
     if self.training:
         torch.default_generator.manual_seed(int(key))
@@ -199,8 +198,8 @@ def _drawn_there(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tupl
     return y_BC if self.last else (y_BC, key)
 
 
-def _offloaded(gradient: Tensor) -> None:
-    """The host halves and doubles its copy of a gradient before that has come."""
+def _offload(gradient: Tensor) -> None:
+    """Halve and double a gradient's host copy before its arrival."""
     gradient.copy_(_early(gradient) / 2 * 2)
 
 
@@ -209,35 +208,35 @@ def _squares(squares: list[float], parts: Parts) -> list[float]:
     return squares if there.device.type == CPU else _early(there + 0).tolist()
 
 
-def _reported(result: StepResult, parts: Parts) -> StepResult:
+def _report(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     there = torch.tensor(result.loss, dtype=torch.float64).to(_device_of(parts))
     return result if there.device.type == CPU else replace(result, loss=_early(there + 0).item())
 
 
-# The next message comes where the one before has not been read.
+# The next message overwrites an unread one.
 _overtaken = partial(row, _NEXT, needs=_TWO, schedule="gpipe")
 
 SPECIMENS: Mapping[str, Specimen] = {
     "sent-before-copied": row(Fault("not-finite", "loss", stage=second), _transport(_SentEarly), _ACROSS),
     "pinned-buffer-overwritten": _overtaken(_transport(_OnePinned)),
     "device-buffer-reused": _overtaken(_transport(_OneBuffer)),
-    "side-stream-not-waited-for": row(Fault("not-finite", "loss", stage=second), _given(_on_the_side), _ACROSS),
+    "side-stream-not-waited-for": row(Fault("not-finite", "loss", stage=second), _change_input(_on_the_side), _ACROSS),
     "gradient-offloaded-early": row(
-        Fault("not-finite", "gradient", stage=last), _on_device(on_gradients(on_each(_offloaded), last)), _ALONE
+        Fault("not-finite", "gradient", stage=last), _on_device(on_gradients(on_each(_offload), last)), _ALONE
     ),
     "norm-read-early": row(
         Fault("norm", "grad-norm", alike=("not-finite",)), _on_device(on_work(squares=_squares)), _ALONE
     ),
     "loss-logged-early": row(
-        Fault("report", "loss", alike=("not-finite",)), drive=on_steps(told=_reported), needs=_ALONE
+        Fault("report", "loss", alike=("not-finite",)), drive=on_steps(reported=_report), needs=_ALONE
     ),
     "numbers-of-the-device": row(
         Fault("randomness", "loss", stage=middle, alike=("computation",)),
-        _on_device(on_modules(with_forward(DropoutBlock, _drawn_there), middle)),
+        _on_device(on_modules(with_forward(DropoutBlock, _draw_on_device), middle)),
         Needs(device=True, models=("dropout",)),
     ),
-    "other-device": row(_CRASH, _given(_next_device), _ACROSS),
-    "left-on-the-host": row(_CRASH, _given(Tensor.cpu), _ACROSS),
+    "other-device": row(_CRASH, _change_input(_next_device), _ACROSS),
+    "left-on-the-host": row(_CRASH, _change_input(Tensor.cpu), _ACROSS),
     "device-read-by-the-host": row(
         Fault("crash", "crash", stage=lambda n_stages: 0), _transport(_SentByAddress), _ACROSS
     ),

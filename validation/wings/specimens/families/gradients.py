@@ -1,4 +1,4 @@
-"""Faults of sums of gradients: their scale and sign, what is in none or in the wrong place, and tied copies."""
+"""Faults in sums of gradients: scale, sign, missing or misplaced shares, and tied copies."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,12 +19,12 @@ from pipeproof.wings.specimens.planting import (
     Changes,
     Shares,
     copies,
-    counted,
+    count_shares,
     first,
     last,
     middle,
-    moved_twice,
-    multiplied,
+    move_twice,
+    multiply,
     norm_weight,
     on_each,
     on_gradients,
@@ -32,19 +32,19 @@ from pipeproof.wings.specimens.planting import (
     on_steps,
     on_work,
     put_off,
-    rounded,
-    scaled,
+    round_through,
+    scale,
     second,
     squares_of,
     stages_at,
 )
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, halved, row
+from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row, split_microbatches
 
 _MANY = Needs(microbatches=2)
 
 
 def loss_divided(divisor: Callable[[Goal, int], float]) -> Plant:
-    """The last stage's loss is divided by ``divisor(its goal, M)`` before its backward."""
+    """Divide the last stage's loss by ``divisor(its goal, M)`` before its backward."""
 
     def goal(goal: Goal, call: Call) -> Goal:
         return goal._replace(divisor=divisor(goal, call.schedule.microbatches))
@@ -58,30 +58,30 @@ def _targets(goal: Goal) -> Tensor:
 
 
 def _own_count(goal: Goal, n_microbatches: int) -> float:
-    """A mean over the microbatch's own counting targets (tokens, or rows), then over microbatches."""
+    """Return the divisor for a mean over the microbatch's counting targets (tokens or rows), then over microbatches."""
     target = _targets(goal)
     count = len(target) if target.is_floating_point() else int((target != IGNORED).sum())
     return float(count * n_microbatches)
 
 
-def _divided(gradients: Gradients, call: Call) -> Gradients:
-    return multiplied(gradients, 1 / call.schedule.microbatches)
+def _divide(gradients: Gradients, call: Call) -> Gradients:
+    return multiply(gradients, 1 / call.schedule.microbatches)
 
 
 def _divide_what_is_there(microbatches: Pairs, steps: Steps) -> Pairs:
     for stage in steps.parts.stages:
-        scaled(1 / len(microbatches))(stage.module)
+        scale(1 / len(microbatches))(stage.module)
     return microbatches
 
 
 def _auxiliary(gradients: Gradients, call: Call) -> Gradients:
-    """With the gradient of a mean square of the stage's output."""
+    """Add the gradient of the mean square of the stage's output."""
     output, (gradient, *rest) = call.outputs[0], gradients
     assert gradient is not None, "a stage's first output has a gradient"
     return (gradient + 0.02 * output / output.numel(), *rest)
 
 
-_TAG = 2**30 - 1  # no other message has it
+_TAG = 2**30 - 1  # unused by other messages
 
 
 def _lose_first(module: nn.Module) -> None:
@@ -98,7 +98,7 @@ def _give_to_frozen(module: nn.Module) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
-def _averaged_with_wrong_rank(parts: Parts) -> None:
+def _average_with_wrong_rank(parts: Parts) -> None:
     """The group that averages a stage's gradients over replicas holds another stage in the replica's place."""
     transport, ranks = parts.transport, parts.program.schedule.placement[:2]
     if transport.rank in ranks:
@@ -114,7 +114,7 @@ def _averaged_with_wrong_rank(parts: Parts) -> None:
     parts.gradients.reduce_tied()
 
 
-def _reduced_twice(parts: Parts) -> None:
+def _reduce_twice(parts: Parts) -> None:
     parts.gradients.reduce_tied()
     parts.gradients.reduce_tied()
 
@@ -124,7 +124,7 @@ def _every_copy(squares: list[float], parts: Parts) -> list[float]:
 
 
 def _table(module: nn.Module) -> list[nn.Parameter]:
-    """The copy of the tied table that a stage holds."""
+    """Return a stage's copy of the tied table."""
     return [p for name, p in module.named_parameters() if name in ("embed.token.weight", "head.logits.weight")][:1]
 
 
@@ -139,8 +139,8 @@ def _last_keeps_its_own(parts: Parts) -> None:
         parameter.grad = gradient
 
 
-def _updated_with_own(parts: Parts) -> Parts:
-    """The optimizer's copy of the gradients was taken before the reduction."""
+def _update_with_own(parts: Parts) -> Parts:
+    """Give the optimizer a copy of gradients from before the reduction."""
     own = Shares()
 
     def reduce(parts: Parts) -> None:
@@ -169,7 +169,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         _MANY,
     ),
     "divided-on-every-stage": row(
-        Fault("scale", "gradient"), on_stages(Changes(hands=_divided)), Needs(microbatches=2, stages=2)
+        Fault("scale", "gradient"), on_stages(Changes(hands=_divide)), Needs(microbatches=2, stages=2)
     ),
     "sum-rescaled": row(
         Fault("scale", "gradient", alike=("extra-term",)),
@@ -178,7 +178,9 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "weight-half-undivided": row(
         Fault("scale", "gradient", factor=lambda case: float(case.microbatches)),
-        counted(lambda schedule, stage: dict.fromkeys(halved(schedule, stage), float(schedule.microbatches))),
+        count_shares(
+            lambda schedule, stage: dict.fromkeys(split_microbatches(schedule, stage), float(schedule.microbatches))
+        ),
         Needs(microbatches=2, split=True),
     ),
     "mean-of-means": row(
@@ -195,7 +197,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         Fault("scale", "gradient"), loss_divided(lambda goal, count: goal.divisor + 1.0), Needs(loss="tokens")
     ),
     "replicas-summed": row(
-        Fault("scale", "gradient", stage=middle, factor=lambda case: 2.0), on_gradients(scaled(2.0), middle)
+        Fault("scale", "gradient", stage=middle, factor=lambda case: 2.0), on_gradients(scale(2.0), middle)
     ),
     "layernorm-doubled": row(
         Fault("scale", "gradient", stage=middle, parameter=NORM, factor=lambda case: 2.0),
@@ -205,33 +207,33 @@ SPECIMENS: Mapping[str, Specimen] = {
         Fault("extra-term", "gradient", stage=first), on_stages(Changes(given=_auxiliary), first), Needs(stages=2)
     ),
     "stage-negated": row(
-        Fault("sign", "gradient", stage=middle, factor=lambda case: -1.0), on_gradients(scaled(-1.0), middle)
+        Fault("sign", "gradient", stage=middle, factor=lambda case: -1.0), on_gradients(scale(-1.0), middle)
     ),
     "gradient-none": row(Fault("missing", "presence", stage=last, parameter="."), on_gradients(_lose_first, last)),
     "layernorm-zero": row(
         Fault("zero", "gradient", stage=middle, parameter=NORM),
         on_gradients(on_each(Tensor.zero_, of=norm_weight), middle),
     ),
-    "gradients-all-zero": row(Fault("zero", "gradient"), on_gradients(scaled(0.0))),
+    "gradients-all-zero": row(Fault("zero", "gradient"), on_gradients(scale(0.0))),
     "gradient-rolled": row(
         Fault("altered", "gradient", stage=middle, parameter=NORM, alike=("computation",)),
         on_gradients(on_each(_roll, of=norm_weight), middle),
     ),
     "gradients-rounded": row(
         Fault("rounded", "gradient", stage=middle),
-        on_gradients(on_each(lambda gradient: gradient.copy_(rounded(gradient, torch.bfloat16))), middle),
+        on_gradients(on_each(lambda gradient: gradient.copy_(round_through(gradient, torch.bfloat16))), middle),
     ),
     "frozen-gets-gradient": row(
         Fault("unexpected", "presence"), on_gradients(_give_to_frozen), Needs(models=("frozen",))
     ),
     "averaged-over-wrong-group": row(
         Fault("extra-term", "gradient", stage=second, parameter=NORM, alike=("scale",)),
-        on_work(reduce=_averaged_with_wrong_rank),
+        on_work(reduce=_average_with_wrong_rank),
         Needs(ranks=2, stages=2),
     ),
     "tied-not-reduced": _tied(Fault("tied-not-summed", "gradient"), on_work(reduce=lambda parts: None)),
     "norm-counts-tied-twice": _tied(Fault("norm", "grad-norm"), on_work(squares=_every_copy)),
-    "tied-reduced-twice": _tied(Fault("tied-doubled", "gradient", alike=("scale",)), on_work(reduce=_reduced_twice)),
+    "tied-reduced-twice": _tied(Fault("tied-doubled", "gradient", alike=("scale",)), on_work(reduce=_reduce_twice)),
     "tied-last-left-out": _tied(Fault("tied-not-summed", "gradient", stage=last), on_work(reduce=_last_keeps_its_own)),
     "tied-share-lost": _tied(
         Fault("tied-not-summed", "gradient", alike=("dropped",)), on_gradients(on_each(Tensor.zero_, of=_table), first)
@@ -245,9 +247,9 @@ SPECIMENS: Mapping[str, Specimen] = {
         put_off(lambda call: call.microbatch == call.schedule.microbatches - 1, reduced=True),
     ),
     "updated-before-reduced": _tied(
-        Fault("update", "updated-parameters", alike=("tied-not-summed",)), _updated_with_own
+        Fault("update", "updated-parameters", alike=("tied-not-summed",)), _update_with_own
     ),
     "tied-copy-other-rate": _tied(
-        Fault("update", "tied-copies", stage=last, parameter=r"head\.logits\.weight$"), drive=moved_twice(last, _table)
+        Fault("update", "tied-copies", stage=last, parameter=r"head\.logits\.weight$"), drive=move_twice(last, _table)
     ),
 }

@@ -1,4 +1,4 @@
-"""Faults of messages, taken for one another, early, old, damaged or lost, and of memory that is still needed."""
+"""Faults of messages: exchanged, early, old, damaged or lost; and of memory still in use."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,7 +13,7 @@ from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.transport import Message, Transport
-from pipeproof.wings.specimens.families.order import exchanged, hangs, other_of_two
+from pipeproof.wings.specimens.families.order import exchange, hangs, other_of_two
 from pipeproof.wings.specimens.planting import (
     Arrived,
     Call,
@@ -24,7 +24,7 @@ from pipeproof.wings.specimens.planting import (
     on_arrival,
     on_stages,
     on_transport,
-    rounded,
+    round_through,
     second,
 )
 from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
@@ -37,8 +37,8 @@ _ACROSS = Needs(ranks=2, models=_PLAIN)
 _TWO_ACROSS = Needs(ranks=2, microbatches=2, one_size=True)
 
 
-def _repeated(arrived: Tensor, message: Arrived) -> Tensor:
-    """The second of two holds the first one's bytes: its sender's buffer was not free yet, or was used again."""
+def _repeat(arrived: Tensor, message: Arrived) -> Tensor:
+    """Repeat the first message's bytes in the second: its sender's buffer was still in use, or reused."""
     if 0 in message.kept:
         return message.kept.pop(0)
     message.kept[0] = arrived.clone()
@@ -46,13 +46,13 @@ def _repeated(arrived: Tensor, message: Arrived) -> Tensor:
 
 
 def _partly_old(arrived: Tensor, message: Arrived) -> Tensor:
-    """Only the first half of the message has been waited for; the buffer is one that held another before."""
+    """Wait only for the first half of the message; the rest of the buffer is old."""
     half = len(arrived) // 8 * 4
-    return torch.cat([arrived[:half], _repeated(arrived, message)[half:]])
+    return torch.cat([arrived[:half], _repeat(arrived, message)[half:]])
 
 
 def _of_other_stage(arrived: Tensor, message: Arrived) -> Tensor:
-    """The bytes of the message to the second stage are also those of the next one that comes to its rank."""
+    """Repeat the second stage's message as the next one to its rank."""
     if message.stage == 1:
         message.kept[0] = arrived.clone()
         return arrived
@@ -66,20 +66,20 @@ def _of_step_before(arrived: Tensor, message: Arrived) -> Tensor:
 
 
 def _in_bf16(arrived: Tensor, message: Arrived) -> Tensor:
-    whole = len(arrived) // 4 * 4  # a gradient is followed by a byte that says whether it is there
-    numbers = rounded(arrived[:whole].view(torch.float32), torch.bfloat16)
+    whole = len(arrived) // 4 * 4  # a byte after a gradient marks its presence
+    numbers = round_through(arrived[:whole].view(torch.float32), torch.bfloat16)
     return torch.cat([numbers.view(torch.uint8), arrived[whole:]])
 
 
-def _damaged(arrived: Tensor, message: Arrived) -> Tensor:
-    """One number has another exponent."""
+def _damage(arrived: Tensor, message: Arrived) -> Tensor:
+    """Change one number's exponent."""
     arrived = arrived.clone()
     arrived[7] ^= 1
     return arrived
 
 
-def _crossed(pair: To) -> Plant:
-    """The two messages arrive as each other."""
+def _cross(pair: To) -> Plant:
+    """Exchange two messages on arrival."""
 
     class Crossed(AroundTransport):
         def __init__(self, inner: Transport, schedule: Schedule) -> None:
@@ -117,11 +117,11 @@ class _Lost(AroundTransport):
 
 
 def _crossing(kind: Kind, stage: int) -> Needs:
-    """Ranks must not wait for each other when two messages are exchanged."""
+    """Require two messages whose exchange causes no deadlock."""
 
     def also(case: Case) -> str:
         one, other = (Action(stage, kind, m) for m in (0, 1))
-        waits = hangs(exchanged(lower(case.built), one, other))
+        waits = hangs(exchange(lower(case.built), one, other))
         return "needs both messages under way at once" if waits else ""
 
     return Needs(ranks=2, microbatches=2, one_size=True, also=also)
@@ -136,7 +136,7 @@ _KEPT = Needs(stages=2, models=("gpt", "gpt-tied", "mlp", "twice", "frozen", "ba
 
 
 def _one_buffer(arrived: Tensor, message: Arrived) -> Tensor:
-    """Everything received on this rank lies in one buffer, whatever is still needed of the last message."""
+    """Receive everything on this rank into one buffer, overwriting messages in use."""
     if 0 not in message.kept or len(message.kept[0]) < len(arrived):
         message.kept[0] = torch.empty_like(arrived)
     # .data: a network card does not tell autograd that it writes, and neither does this.
@@ -144,8 +144,8 @@ def _one_buffer(arrived: Tensor, message: Arrived) -> Tensor:
     return view.copy_(arrived)
 
 
-def _spoiled(spoil: Callable[[Tensor], object], *, microbatches: tuple[int, ...] = ()) -> Plant:
-    """Before a backward, ``spoil`` has written into the input that the middle stage kept for it."""
+def _spoil(spoil: Callable[[Tensor], object], *, microbatches: tuple[int, ...] = ()) -> Plant:
+    """Write into the middle stage's saved input by ``spoil`` before a backward."""
 
     def own(inputs: Tensors, call: Call) -> Tensors:
         # A copy of its own: on one rank, the stage before may still need what it handed on.
@@ -166,7 +166,7 @@ def _overwrite_half(kept: Tensor) -> None:
 
 
 def _not_a_number(inputs: Tensors, call: Call) -> Tensors:
-    """In place of what microbatch 1 brings."""
+    """Replace microbatch 1's inputs by NaN."""
     if call.microbatch != 1:
         return inputs
     return tuple(torch.full_like(x, torch.nan, requires_grad=True) if x.is_floating_point() else x for x in inputs)
@@ -175,23 +175,23 @@ def _not_a_number(inputs: Tensors, call: Call) -> Tensors:
 SPECIMENS: Mapping[str, Specimen] = {
     "activation-repeated": row(
         Fault("wrong-message", "loss", stage=second, alike=_ACTIVATIONS_OR_DATA),
-        on_arrival(_repeated, _PAIR_FORWARD),
+        on_arrival(_repeat, _PAIR_FORWARD),
         _TWO_ACROSS,
     ),
     "gradient-repeated": row(
         Fault("wrong-message", "gradient", stage=first, alike=("swapped-gradients",)),
-        on_arrival(_repeated, _PAIR_BACKWARD),
+        on_arrival(_repeat, _PAIR_BACKWARD),
         _TWO_ACROSS,
     ),
     "activations-crossed": row(
         Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=_ACTIVATIONS_OR_DATA),
-        _crossed(_PAIR_FORWARD),
+        _cross(_PAIR_FORWARD),
         _crossing(Kind.SEND_F, 0),
         schedule="gpipe",
     ),
     "gradients-crossed": row(
         Fault("wrong-message", "gradient", stage=first, microbatches=(0, 1), alike=("swapped-gradients",)),
-        _crossed(_PAIR_BACKWARD),
+        _cross(_PAIR_BACKWARD),
         _crossing(Kind.SEND_B, 1),
         schedule="gpipe",
     ),
@@ -221,7 +221,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         Fault("rounded", "gradient", stage=first), on_arrival(_in_bf16, To(Kind.RECV_B, 0)), _ACROSS
     ),
     "activation-damaged": row(
-        Fault("altered", "loss", stage=second, microbatches=(0,)), on_arrival(_damaged, _ACTIVATION), _ACROSS
+        Fault("altered", "loss", stage=second, microbatches=(0,)), on_arrival(_damage, _ACTIVATION), _ACROSS
     ),
     "message-lost": row(
         Fault("deadlock", "deadlock", stage=second, microbatches=lambda case: (case.microbatches - 1,)),
@@ -236,16 +236,16 @@ SPECIMENS: Mapping[str, Specimen] = {
         Needs(microbatches=2, stages=2),
     ),
     "input-let-go": row(
-        Fault("overwritten", "gradient", stage=middle, alike=("uninitialised", "zero")), _spoiled(Tensor.zero_), _KEPT
+        Fault("overwritten", "gradient", stage=middle, alike=("uninitialised", "zero")), _spoil(Tensor.zero_), _KEPT
     ),
     "input-poisoned": row(
         Fault("overwritten", "gradient", stage=middle, alike=("not-finite", "uninitialised")),
-        _spoiled(lambda kept: kept.fill_(torch.nan)),
+        _spoil(lambda kept: kept.fill_(torch.nan)),
         _KEPT,
     ),
     "input-partly-overwritten": row(
         Fault("overwritten", "gradient", stage=middle, microbatches=(0,)),
-        _spoiled(_overwrite_half, microbatches=(0,)),
+        _spoil(_overwrite_half, microbatches=(0,)),
         _KEPT,
     ),
 }

@@ -18,23 +18,23 @@ from pipeproof.pipeline.stage import Stage
 from pipeproof.pipeline.step import Parts
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import Attention, TwiceBlock
-from pipeproof.wings.specimens.families.model import attended, with_forward, with_value
+from pipeproof.wings.specimens.families.model import attend, with_forward, with_value
 from pipeproof.wings.specimens.families.order import other_of_two
 from pipeproof.wings.specimens.planting import (
     Call,
     Changes,
     Shares,
     add,
-    apart,
     around_stages,
-    counted,
+    collect_apart,
+    count_shares,
     first,
     last,
     middle,
     on_modules,
     on_stages,
 )
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, halved, row
+from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row, split_microbatches
 
 _CROSSED = ("swapped-gradients", "wrong-message")
 _MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
@@ -45,8 +45,8 @@ def _clears_first(call: Call) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _kept_together(case: Case) -> str:
-    """Both of the first two microbatches must be in flight on the first stage at once."""
+def _require_in_flight(case: Case) -> str:
+    """Require the first two microbatches in flight together on the first stage."""
     row = [(kind, m) for stage, kind, m in case.built.ranks[case.built.placement[0]] if stage == 0 and m < 2]
     forwards = [kind is Kind.FORWARD for kind, _ in row[:2]]
     return "" if all(forwards) else "needs microbatches 0 and 1 in flight on the first stage at once"
@@ -66,7 +66,7 @@ def _first_side_input(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]
 
 
 def _cut_to_shortest(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    """Along the dimension that varies: tokens of text, rows of numbers."""
+    """Cut the varying dimension: tokens of text, rows of numbers."""
     dim = 0 if batches[0].target.is_floating_point() else 1
     length = min(batch.target.shape[dim] for batch in batches)
 
@@ -77,7 +77,7 @@ def _cut_to_shortest(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
 
 
 def _cut_across(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    """Half of every row goes to another microbatch, as if the batch had been cut along tokens and not along rows."""
+    """Move half of every row to another microbatch, as by a cut along tokens instead of rows."""
     tokens = [batch.inputs[0] for batch in batches]
     half = tokens[0].shape[1] // 2
     mixed = [torch.cat([tokens[m][:, :half], tokens[m - 1][:, half:]], dim=1) for m in range(len(batches))]
@@ -87,7 +87,7 @@ def _cut_across(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
 class _OldTargets(AroundSteps):
     """The loss compares with the targets of the step before."""
 
-    def given(self, operation: str, microbatches: Pairs) -> Pairs:
+    def on_data(self, operation: str, microbatches: Pairs) -> Pairs:
         kept = getattr(self, "_targets", None)
         self._targets = [target for _, target in microbatches]
         if kept is None:
@@ -99,8 +99,10 @@ _HALVES, _TWO_HALVES = Needs(split=True), Needs(microbatches=2, split=True)
 
 
 def _first_halves(*counts: float) -> Plant:
-    """The first weight halves of the middle stage count as often as ``counts`` says."""
-    return counted(lambda schedule, stage: dict(zip(halved(schedule, stage), counts, strict=False)), middle)
+    """Count the middle stage's first weight halves ``counts`` times."""
+    return count_shares(
+        lambda schedule, stage: dict(zip(split_microbatches(schedule, stage), counts, strict=False)), middle
+    )
 
 
 class _WholeThenHalf(AroundStage):
@@ -112,7 +114,7 @@ class _WholeThenHalf(AroundStage):
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
         handed = self.inner.backward_input(microbatch, gradients)
-        with apart(self.module) as self._shares[microbatch]:
+        with collect_apart(self.module) as self._shares[microbatch]:
             self.inner.backward_weight(microbatch)
         add(self._shares[microbatch])
         return handed
@@ -122,51 +124,51 @@ class _WholeThenHalf(AroundStage):
 
 
 def _all_halved_on_first(case: Case) -> str:
-    enough = len(halved(case.built, 0)) == case.microbatches
+    enough = len(split_microbatches(case.built, 0)) == case.microbatches
     return "" if enough else "needs every backward of the first stage in two halves"
 
 
-def _doubled_use(weight: Tensor) -> Tensor:
+def _use_twice(weight: Tensor) -> Tensor:
     """``weight`` itself, to the last bit, with twice its gradient."""
     return weight + (weight - weight.detach())
 
 
 def _twice_through_first(self: TwiceBlock, x_BC: Tensor) -> Tensor:
     linear = self.linear
-    h_BC = F.linear(self.norm(x_BC), _doubled_use(linear.weight), linear.bias)
+    h_BC = F.linear(self.norm(x_BC), _use_twice(linear.weight), linear.bias)
     y_BC: Tensor = x_BC + F.gelu(linear(F.gelu(h_BC)))
     return y_BC
 
 
-def _summed_outputs(self: Attention, x_BTC: Tensor) -> Tensor:
+def _sum_outputs(self: Attention, x_BTC: Tensor) -> Tensor:
     """The first two outputs' gradients both go to the first."""
     one, other, third = self.qkv(x_BTC).chunk(3, dim=-1)
-    return attended(self, x_BTC, (one, with_value(one, other), third))
+    return attend(self, x_BTC, (one, with_value(one, other), third))
 
 
 def _first_of_middle(case: Case) -> tuple[int, ...]:
-    return halved(case.built, case.stages // 2)[:1]
+    return split_microbatches(case.built, case.stages // 2)[:1]
 
 
 def _two_halves(case: Case) -> str:
-    return "" if len(halved(case.built, case.stages // 2)) > 1 else "needs two weight halves there"
+    return "" if len(split_microbatches(case.built, case.stages // 2)) > 1 else "needs two weight halves there"
 
 
 SPECIMENS: Mapping[str, Specimen] = {
     "microbatch-dropped": row(
-        Fault("dropped", "gradient", microbatches=(0,)), counted(lambda schedule, stage: {0: 0.0}), _MANY
+        Fault("dropped", "gradient", microbatches=(0,)), count_shares(lambda schedule, stage: {0: 0.0}), _MANY
     ),
     "last-microbatch-dropped": row(
         Fault("dropped", "gradient", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
-        counted(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
+        count_shares(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
         _MANY,
     ),
     "microbatch-doubled": row(
-        Fault("doubled", "gradient", microbatches=(0,)), counted(lambda schedule, stage: {0: 2.0}), _MANY
+        Fault("doubled", "gradient", microbatches=(0,)), count_shares(lambda schedule, stage: {0: 2.0}), _MANY
     ),
     "microbatch-negated": row(
         Fault("sign", "gradient", stage=middle, microbatches=(0,)),
-        counted(lambda schedule, stage: {0: -1.0}, middle),
+        count_shares(lambda schedule, stage: {0: -1.0}, middle),
         _MANY,
     ),
     "only-last-microbatch": row(Fault("dropped", "gradient"), on_stages(Changes(adding=_clears_first)), _MANY),
@@ -199,7 +201,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     "backward-of-another": row(
         Fault("swapped-activations", "gradient", stage=first, microbatches=(0, 1), alike=_CROSSED),
         on_stages(Changes(whose=other_of_two), first),
-        Needs(microbatches=2, stages=2, one_size=True, also=_kept_together),
+        Needs(microbatches=2, stages=2, one_size=True, also=_require_in_flight),
         schedule="gpipe",
     ),
     "weight-half-dropped": row(
@@ -218,12 +220,12 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "first-stage-weights-empty": row(
         Fault("missing", "presence", stage=first),
-        counted(lambda schedule, stage: dict.fromkeys(halved(schedule, stage), 0.0), first),
+        count_shares(lambda schedule, stage: dict.fromkeys(split_microbatches(schedule, stage), 0.0), first),
         Needs(split=True, also=_all_halved_on_first),
     ),
     "weights-never-drained": row(
         Fault("missing", "presence", stage=middle),
-        counted(lambda schedule, stage: dict.fromkeys(range(schedule.microbatches), 0.0), middle),
+        count_shares(lambda schedule, stage: dict.fromkeys(range(schedule.microbatches), 0.0), middle),
     ),
     "shared-weight-doubled": row(
         Fault("computation", "gradient", stage=middle, parameter=r"linear\.weight$", alike=("extra-term",)),
@@ -232,7 +234,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "outputs-summed": row(
         Fault("computation", "gradient", stage=middle),
-        on_modules(with_forward(Attention, _summed_outputs, most=1), middle),
+        on_modules(with_forward(Attention, _sum_outputs, most=1), middle),
         Needs(models=("gpt", "gpt-tied")),
     ),
 }

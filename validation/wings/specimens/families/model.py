@@ -1,4 +1,4 @@
-"""Faults of the model: a stage computes something else, holds other layers, or draws other random numbers."""
+"""Faults of the model: a stage computes differently, holds wrong layers, or draws wrong random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,12 +18,12 @@ _LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))
 
 
 def with_forward(kind: type[nn.Module], forward: Callable[..., object], *, most: int | None = None) -> Edit:
-    """The blocks of a kind, or the first ``most`` of them, compute ``forward``."""
+    """Replace ``forward`` of all blocks, or the first ``most``, of a kind."""
     return on_parts((kind,), lambda block, number: setattr(block, "forward", MethodType(forward, block)), most=most)
 
 
-def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, causal: bool = True) -> Tensor:
-    """What ``self`` makes of queries, keys and values."""
+def attend(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, causal: bool = True) -> Tensor:
+    """Apply attention ``self`` to queries, keys and values."""
     b, t, c = x_BTC.shape
     query, key, value = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in parts_BTC)  # (B, H, T, C/H)
     mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
@@ -32,23 +32,23 @@ def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, cau
 
 
 def with_value(derived: Tensor, value: Tensor) -> Tensor:
-    """One tensor's derivative with another's value."""
+    """Combine one tensor's derivative with another's value."""
     mixed = derived.clone()
     mixed.data.copy_(value)
     return mixed
 
 
 def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
-    """Every token sees every other one."""
-    return attended(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
+    """Let every token see all tokens."""
+    return attend(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
 
 
 def _on_dropout(change: Callable[[DropoutBlock, int], object]) -> Plant:
     return on_modules(on_parts((DropoutBlock,), change), middle)
 
 
-def _recomputed(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """The block's forward, whose backward computes it again with a fresh mask."""
+def _recompute(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the block's forward; its backward recomputes it with a fresh mask."""
     right, fresh = DropoutBlock.forward(self, x_BC, key), DropoutBlock.forward(self, x_BC, key + 1)
     if isinstance(right, Tensor) and isinstance(fresh, Tensor):
         return with_value(fresh, right)
@@ -69,7 +69,7 @@ def _under_autocast(call: Call) -> AbstractContextManager[object]:
 
 
 def _on_pieces(change: Callable[[list[str]], object]) -> Edit:
-    """Changes the layers that a stage has."""
+    """Change the stage's layers."""
 
     def changed(module: nn.Module) -> None:
         assert isinstance(module, Slice), "stages here are slices of a model"
@@ -91,7 +91,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "recomputed-with-fresh-mask": row(
         Fault("randomness", "gradient", stage=middle, alike=("computation",)),
-        on_modules(with_forward(DropoutBlock, _recomputed), middle),
+        on_modules(with_forward(DropoutBlock, _recompute), middle),
         _DROPOUT,
     ),
     "weights-of-other-seed": row(

@@ -1,4 +1,4 @@
-"""Faults of order: changed programs, which a static law refuses before any rank runs them."""
+"""Faults of order: changed programs, refused by a static law before they run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +18,17 @@ _Row = Sequence[Action]
 _GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
-def changed(program: Program, change: Callable[[int, _Row], _Row]) -> Program:
-    """``program`` with every rank's row changed; its schedule is what the new rows compute."""
+def change_rows(program: Program, change: Callable[[int, _Row], _Row]) -> Program:
+    """Change every rank's row in ``program``; the schedule follows the new rows."""
     rows = [tuple(change(rank, row)) for rank, row in enumerate(program.ranks)]
     compute = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in rows)
     return Program(replace(program.schedule, ranks=compute, overlaps=()), Columns.of(rows))
 
 
-def exchanged(program: Program, one: Action, other: Action) -> Program:
+def exchange(program: Program, one: Action, other: Action) -> Program:
     """``program`` with two actions in each other's places."""
     places = {one: other, other: one}
-    return changed(program, lambda rank, row: [places.get(action, action) for action in row])
+    return change_rows(program, lambda rank, row: [places.get(action, action) for action in row])
 
 
 def other_of_two(microbatch: int) -> int:
@@ -41,16 +41,16 @@ def hangs(program: Program) -> bool:
     return deadlocks(program)[Transport.UNLIMITED] is not None
 
 
-def broken(program: Program) -> tuple[str, ...]:
-    """The static laws that ``program`` breaks, each once."""
+def broken_laws(program: Program) -> tuple[str, ...]:
+    """Return the static laws broken by ``program``, each once."""
     return tuple(dict.fromkeys(violation.law for violation in violations(program)))
 
 
 def _on(rank: int, change: Callable[[_Row], _Row]) -> Reorder:
-    """Change the row of one rank; negative ranks count from the last."""
+    """Change one rank's row; negative ranks count from the last."""
 
     def reorder(program: Program) -> Program:
-        return changed(program, lambda r, row: change(row) if r == rank % len(program.ranks) else row)
+        return change_rows(program, lambda r, row: change(row) if r == rank % len(program.ranks) else row)
 
     return reorder
 
@@ -63,13 +63,13 @@ def _last(row: _Row, kinds: frozenset[Kind]) -> int:
     return max(slot for slot, action in enumerate(row) if action.kind in kinds)
 
 
-def _without(row: _Row, slot: int) -> _Row:
+def _drop(row: _Row, slot: int) -> _Row:
     return [*row[:slot], *row[slot + 1 :]]
 
 
 def _put(row: _Row, slot: int, to: int) -> _Row:
-    """With the action of ``slot`` in another place."""
-    rest = _without(row, slot)
+    """Move the action of ``slot`` to another place."""
+    rest = _drop(row, slot)
     return [*rest[:to], row[slot], *rest[to:]]
 
 
@@ -79,27 +79,27 @@ def _weight_first(row: _Row) -> _Row:
 
 
 def _beyond(row: _Row) -> _Row:
-    """One more forward in warm-up than there are microbatches."""
+    """Add a forward to warm-up beyond the number of microbatches."""
     slot = _last(row, frozenset({Kind.FORWARD}))
     return [*row[: slot + 1], row[slot]._replace(microbatch=row[slot].microbatch + 1), *row[slot + 1 :]]
 
 
 def _cross_sends(program: Program) -> Program:
-    """The first of two messages to the last stage waits until the second has been sent."""
+    """Delay the first of two messages to the last stage until after the second."""
     stage = program.schedule.n_stages - 2
     one, other = (Action(stage, Kind.SEND_F, m) for m in (0, 1))
 
-    return changed(program, lambda rank, row: _put(row, row.index(one), row.index(other)) if other in row else row)
+    return change_rows(program, lambda rank, row: _put(row, row.index(one), row.index(other)) if other in row else row)
 
 
-def _counted_otherwise(program: Program) -> Program:
-    """On the last rank, microbatch 0 comes where 1 did, and the other way round."""
+def _renumber_last(program: Program) -> Program:
+    """Exchange microbatches 0 and 1 on the last rank."""
     rank = program.schedule.placement[-1]
     return _on(rank, lambda row: [a._replace(microbatch=other_of_two(a.microbatch)) for a in row])(program)
 
 
-def _moved(program: Program) -> Program:
-    """What the last stage computes, its neighbour's rank computes."""
+def _move_stage(program: Program) -> Program:
+    """Move the last stage's computation to its neighbour's rank."""
     last, home = program.schedule.n_stages - 1, program.schedule.placement[-2]
     own = [action for row in program.ranks for action in row if action.stage == last and action.kind in COMPUTE]
 
@@ -107,16 +107,16 @@ def _moved(program: Program) -> Program:
         kept = [action for action in row if action not in own]
         return [*kept, *own] if rank == home else kept
 
-    return changed(program, change)
+    return change_rows(program, change)
 
 
-def _apart(case: Case) -> str:
+def _require_two_ranks(case: Case) -> str:
     """The last two stages must lie on two ranks."""
     return "" if case.stages > 1 and len(set(case.built.placement[-2:])) > 1 else "needs the last two stages apart"
 
 
 def _waits_in_a_circle(case: Case) -> str:
-    return "" if hangs(_counted_otherwise(lower(case.built))) else "needs microbatch 0 back before 1 is sent"
+    return "" if hangs(_renumber_last(lower(case.built))) else "needs microbatch 0 back before 1 is sent"
 
 
 def _halves(case: Case) -> str:
@@ -136,15 +136,17 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "warm-up-beyond": _row(Fault("order", "placement"), reorder=_on(0, _beyond)),
     "backward-missing": _row(
-        Fault("order", "completeness"), reorder=_on(0, lambda row: _without(row, _last(row, GIVES_WEIGHT_GRADIENT)))
+        Fault("order", "completeness"), reorder=_on(0, lambda row: _drop(row, _last(row, GIVES_WEIGHT_GRADIENT)))
     ),
     "backward-repeated": _row(
         Fault("order", "completeness"), reorder=_on(0, lambda row: [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]])
     ),
-    "stage-on-other-rank": _row(Fault("order", "placement"), reorder=_moved, needs=Needs(ranks=2, also=_apart)),
+    "stage-on-other-rank": _row(
+        Fault("order", "placement"), reorder=_move_stage, needs=Needs(ranks=2, also=_require_two_ranks)
+    ),
     "microbatches-counted-otherwise": _row(
         Fault("deadlock", "acyclic", alike=("order",)),
-        reorder=_counted_otherwise,
+        reorder=_renumber_last,
         needs=Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
     ),
     "sends-last": _row(
@@ -161,9 +163,11 @@ SPECIMENS: Mapping[str, Specimen] = {
         needs=_ON_TWO,
     ),
     "receive-missing": _row(
-        Fault("order", "messages"), reorder=_on(0, lambda row: _without(row, _first(row, RECEIVES))), needs=_ON_TWO
+        Fault("order", "messages"), reorder=_on(0, lambda row: _drop(row, _first(row, RECEIVES))), needs=_ON_TWO
     ),
     "sends-crossed": _row(
-        Fault("order", "channel-order"), reorder=_cross_sends, needs=Needs(ranks=2, microbatches=2, also=_apart)
+        Fault("order", "channel-order"),
+        reorder=_cross_sends,
+        needs=Needs(ranks=2, microbatches=2, also=_require_two_ranks),
     ),
 }

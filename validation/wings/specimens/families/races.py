@@ -1,4 +1,4 @@
-"""Races: buffers that are written, read or freed while a message is on its way, and works that are let go."""
+"""Races: buffers written, read or freed in flight, and works dropped without a wait."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeproof.pipeline.transport import Message
 from pipeproof.pipeline.transports import Transport
-from pipeproof.wings.specimens.families.by_hand import ByHand, by_hand, control, raced, row
+from pipeproof.wings.specimens.families.by_hand import ByHand, by_hand, control, race_fault, row
 from pipeproof.wings.specimens.planting import first, second
 from pipeproof.wings.specimens.specimen import Entry, Specimen
 
@@ -18,7 +18,7 @@ _GLOO = Transport.UNLIMITED
 
 
 class _OneBuffer(ByHand):
-    """Copies what it sends into one buffer, and does not wait before it does so again."""
+    """Copies each sent tensor into one buffer, without waiting before reuse."""
 
     out: Tensor | None = None
 
@@ -44,7 +44,7 @@ class _TwoBuffers(ByHand):
 
 
 class _Divided(ByHand):
-    """Divides what it has sent, or a copy, by the number of microbatches, in place, for its own use."""
+    """Divides a sent tensor, or its copy, by the number of microbatches, in place."""
 
     copies = False
 
@@ -55,7 +55,7 @@ class _Divided(ByHand):
 
 
 class _Freed(ByHand):
-    """Frees an output once it is sent, for the graph alone is needed; a tensor of one element takes its place."""
+    """Frees an output after its send, because only the graph is needed; a tensor with one element replaces it."""
 
     waits_first = False
 
@@ -68,7 +68,7 @@ class _Freed(ByHand):
 
 
 class _NoCopy(ByHand):
-    """Takes ``contiguous()`` for a copy; of rows of one element it is none."""
+    """Takes ``contiguous()`` for a copy; for rows with one element it copies nothing."""
 
     rows = 1
 
@@ -79,7 +79,7 @@ class _NoCopy(ByHand):
 
 
 class _Bucket(ByHand):
-    """Messages lie in one bucket. Views of it are sent, and it is cleared for the next ones."""
+    """Sends views of one bucket, and clears it for the next messages."""
 
     bucket: Tensor | None = None
     used = 0
@@ -98,7 +98,7 @@ class _Bucket(ByHand):
 
 
 class _SendLetGo(ByHand):
-    """Keeps the works of so many sends, the last ones."""
+    """Keeps the works of the last few sends only."""
 
     keeps = 0
 
@@ -108,7 +108,7 @@ class _SendLetGo(ByHand):
 
 
 class _ReadEarly(ByHand):
-    """Hands on what it receives, and waits when the step ends."""
+    """Passes a received tensor on, and waits at the end of the step."""
 
     def takes(self, message: Message) -> Tensor:
         self.sending.append(self.posted.pop(message))
@@ -116,7 +116,7 @@ class _ReadEarly(ByHand):
 
 
 class _Polled(ByHand):
-    """Asks once whether a message has come, and goes on, or waits where it has not."""
+    """Asks once for a message's arrival, and goes on, or waits if late."""
 
     waits = False
 
@@ -128,7 +128,7 @@ class _Polled(ByHand):
 
 
 class _LastOfBatch(ByHand):
-    """A message comes in two halves, in one batch of receives; the last work alone is waited for."""
+    """Receives a message in two halves, in one batch; waits for the last work alone."""
 
     waited = slice(-1, None)
 
@@ -154,7 +154,7 @@ class _LastOfBatch(ByHand):
 
 
 class _OneBehind(ByHand):
-    """Keeps works in a list, and waits for that of the message before."""
+    """Keeps works in a list, and waits for the previous message's."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -172,7 +172,7 @@ class _OneBehind(ByHand):
 
 
 class _ReceivedTwice(ByHand):
-    """Has one buffer to receive into, and posts the next receive before the last has come."""
+    """Receives into one buffer, and posts the next receive before the last arrives."""
 
     into: Tensor | None = None
 
@@ -182,7 +182,7 @@ class _ReceivedTwice(ByHand):
 
 
 class _ClearedLate(ByHand):
-    """Clears a buffer once its receive is posted: what had come by then is gone."""
+    """Clears a buffer after posting its receive, losing an early arrival."""
 
     def posts(self, message: Message, nbytes: int) -> None:
         super().posts(message, nbytes)
@@ -190,7 +190,7 @@ class _ClearedLate(ByHand):
 
 
 class _Pool(ByHand):
-    """Gives back the memory of buffers that nobody uses: one is in use from when it is first read."""
+    """Reuses the memory of unused buffers, counting use from the first read."""
 
     def posts(self, message: Message, nbytes: int) -> None:
         super().posts(message, nbytes)
@@ -199,7 +199,7 @@ class _Pool(ByHand):
 
 
 class _AsDoubles(ByHand):
-    """Receives numbers of another type: as many bytes, so that a transport that counts bytes is content."""
+    """Receives a wrong type with as many bytes, so that a transport counting bytes accepts it."""
 
     def posts(self, message: Message, nbytes: int) -> None:
         buffer = torch.empty(nbytes // 8, dtype=torch.float64)
@@ -208,7 +208,7 @@ class _AsDoubles(ByHand):
 
 
 class _FirstSize(ByHand):
-    """Takes every message to be as large as the first one."""
+    """Expects every message in the size of the first."""
 
     size: int | None = None
 
@@ -220,26 +220,26 @@ class _FirstSize(ByHand):
 _row, _control = partial(row, schedule="gpipe"), partial(control, schedule="gpipe")
 
 SPECIMENS: Mapping[str, Specimen] = {
-    "send-buffer-reused": _row(raced("overwritten-in-flight", first), by_hand(_OneBuffer), microbatches=2),
-    "send-waited-for-late": _row(raced("overwritten-in-flight", first), by_hand(_TwoBuffers), microbatches=3),
-    "sent-and-divided": _row(raced("overwritten-in-flight", first), by_hand(_Divided)),
-    "sent-and-freed": _row(raced("freed-in-flight", first), by_hand(_Freed)),
-    "contiguous-is-no-copy": _row(raced("overwritten-in-flight", first), by_hand(_NoCopy)),
-    "bucket-cleared": _row(raced("overwritten-in-flight", first), by_hand(_Bucket), microbatches=3),
-    "send-let-go": _row(raced("never-waited", first), by_hand(_SendLetGo), _GLOO),
-    "handle-overwritten": _row(raced("never-waited", first), by_hand(_SendLetGo, keeps=1), _GLOO, microbatches=2),
-    "receive-not-waited-for": _row(raced("read-before-wait", second), by_hand(_ReadEarly)),
-    "polled-once": _row(raced("read-before-wait", second), by_hand(_Polled)),
-    "last-of-batch-waited": _row(raced("read-before-wait", second), by_hand(_LastOfBatch), _GLOO),
-    "waited-one-behind": _row(raced("read-before-wait", second), by_hand(_OneBehind), microbatches=2),
+    "send-buffer-reused": _row(race_fault("overwritten-in-flight", first), by_hand(_OneBuffer), microbatches=2),
+    "send-waited-for-late": _row(race_fault("overwritten-in-flight", first), by_hand(_TwoBuffers), microbatches=3),
+    "sent-and-divided": _row(race_fault("overwritten-in-flight", first), by_hand(_Divided)),
+    "sent-and-freed": _row(race_fault("freed-in-flight", first), by_hand(_Freed)),
+    "contiguous-is-no-copy": _row(race_fault("overwritten-in-flight", first), by_hand(_NoCopy)),
+    "bucket-cleared": _row(race_fault("overwritten-in-flight", first), by_hand(_Bucket), microbatches=3),
+    "send-let-go": _row(race_fault("never-waited", first), by_hand(_SendLetGo), _GLOO),
+    "handle-overwritten": _row(race_fault("never-waited", first), by_hand(_SendLetGo, keeps=1), _GLOO, microbatches=2),
+    "receive-not-waited-for": _row(race_fault("read-before-wait", second), by_hand(_ReadEarly)),
+    "polled-once": _row(race_fault("read-before-wait", second), by_hand(_Polled)),
+    "last-of-batch-waited": _row(race_fault("read-before-wait", second), by_hand(_LastOfBatch), _GLOO),
+    "waited-one-behind": _row(race_fault("read-before-wait", second), by_hand(_OneBehind), microbatches=2),
     "receives-into-one-buffer": _row(
-        raced("received-twice", second), by_hand(_ReceivedTwice), _GLOO, microbatches=2, plan=("train", "train")
+        race_fault("received-twice", second), by_hand(_ReceivedTwice), _GLOO, microbatches=2, plan=("train", "train")
     ),
-    "receive-buffer-cleared": _row(raced("overwritten-in-flight", second), by_hand(_ClearedLate)),
-    "pool-takes-back": _row(raced("freed-in-flight", second), by_hand(_Pool)),
-    "received-as-doubles": _row(raced("mismatched", second), by_hand(_AsDoubles)),
+    "receive-buffer-cleared": _row(race_fault("overwritten-in-flight", second), by_hand(_ClearedLate)),
+    "pool-takes-back": _row(race_fault("freed-in-flight", second), by_hand(_Pool)),
+    "received-as-doubles": _row(race_fault("mismatched", second), by_hand(_AsDoubles)),
     "received-at-first-size": _row(
-        raced("mismatched", second), by_hand(_FirstSize), microbatches=2, models=("gpt",), ragged=True
+        race_fault("mismatched", second), by_hand(_FirstSize), microbatches=2, models=("gpt",), ragged=True
     ),
 }
 CONTROLS: Mapping[str, Entry] = {

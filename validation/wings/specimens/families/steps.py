@@ -15,7 +15,7 @@ from pipeproof.core.observe.wrappers import AroundSteps, Pairs, Steps
 from pipeproof.own.faults import Drive
 from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.gradients import clip_factor, norm_of
-from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.pipeline.step import Parts, ScheduleResult
 from pipeproof.reference.step import Recipe
 from pipeproof.wings.specimens.families.gradients import loss_divided
 from pipeproof.wings.specimens.planting import (
@@ -31,16 +31,16 @@ from pipeproof.wings.specimens.planting import (
     gradients_of,
     last,
     middle,
-    moved_twice,
-    multiplied,
+    move_twice,
+    multiply,
     on_arrival,
     on_gradients,
     on_stages,
     on_steps,
     on_work,
     put_off,
-    rounded,
-    scaled,
+    round_through,
+    scale,
     squares_of,
     stages_at,
 )
@@ -50,7 +50,7 @@ _AFTER_EVAL = Needs(plan=("eval", "train"))
 
 
 def _not_cleared(parts: Parts) -> Parts:
-    """What the optimizer was given is still there in the next step, whose gradients are added to it."""
+    """Keep the optimizer's gradients for the next step, which adds to them."""
     left = Shares()
 
     def reduce(parts: Parts) -> None:
@@ -76,7 +76,7 @@ def _clear_before(microbatches: Pairs, steps: Steps) -> Pairs:
     return microbatches
 
 
-def _stay_in_evaluation(result: StepResult, parts: Parts) -> StepResult:
+def _stay_in_evaluation(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     for stage in stages_at(parts, middle):
         stage.module.eval()
     return result
@@ -90,7 +90,7 @@ def _always_training(call: Call) -> Iterator[None]:
     call.stage.module.train(mode)
 
 
-def _move_statistics(result: StepResult, parts: Parts) -> StepResult:
+def _move_statistics(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     for stage in parts.stages:
         for name, buffer in stage.module.named_buffers():
             if name.endswith("running_mean"):
@@ -101,7 +101,7 @@ def _move_statistics(result: StepResult, parts: Parts) -> StepResult:
 class _EvaluationDifferentiates(AroundSteps):
     """An evaluation computes gradients too, which stay for the next step."""
 
-    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult:
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> ScheduleResult:
         buffers = [buffer for stage in self.parts.stages for buffer in stage.module.buffers()]
         before = [buffer.clone() for buffer in buffers]
         self.inner.accumulate(microbatches, loss_divisor=loss_divisor)
@@ -111,14 +111,14 @@ class _EvaluationDifferentiates(AroundSteps):
 
 
 @torch.no_grad()
-def _recomputed(gradients: Gradients, call: Call) -> Gradients:
+def _recompute(gradients: Gradients, call: Call) -> Gradients:
     """The forward runs again in the backward, running statistics included."""
     call.stage.module(*call.inputs)
     return gradients
 
 
 def _hook_stays(parts: Parts) -> Parts:
-    """Boundary buffers outlive a step, and keep their hooks: one more in each, which halves what it is given."""
+    """Keep boundary buffers with their hooks over steps: each adds a hook that halves its gradient."""
     steps = Counter[int]()  # of each microbatch
 
     def counted(inputs: Tensors, call: Call) -> Tensors:
@@ -126,7 +126,7 @@ def _hook_stays(parts: Parts) -> Parts:
         return inputs
 
     def hooked(gradients: Gradients, call: Call) -> Gradients:
-        return multiplied(gradients, 0.5 ** (steps[call.microbatch] - 1))
+        return multiply(gradients, 0.5 ** (steps[call.microbatch] - 1))
 
     return on_stages(Changes(inputs=counted, given=hooked), first)(parts)
 
@@ -137,17 +137,17 @@ _CLIP = Fault("clip", "updated-parameters")
 _norms: dict[int, float] = {}  # by rank: what it clipped by
 
 
-def _clipped_by_rank(factor: float, parts: Parts) -> None:
-    """Each rank clips by its own norm, before it hears of the others'."""
+def _clip_by_rank(factor: float, parts: Parts) -> None:
+    """Clip by each rank's own norm, before the exchange of norms."""
     norm = _norms[parts.transport.rank] = norm_of(parts.gradients.squares())
     parts.gradients.scale(clip_factor(norm, _MAX_NORM))
 
 
-def _norm_of_rank(result: StepResult, parts: Parts) -> StepResult:
+def _norm_of_rank(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return replace(result, grad_norm=_norms[parts.transport.rank])
 
 
-def _without_middle(squares: list[float], parts: Parts) -> list[float]:
+def _drop_middle(squares: list[float], parts: Parts) -> list[float]:
     at = middle(parts.program.schedule.n_stages)
     before = sum(len(gradients_of(stage.module)) for stage in parts.stages if stage.index < at)
     missing = sum(len(gradients_of(stage.module)) for stage in stages_at(parts, middle))
@@ -155,23 +155,23 @@ def _without_middle(squares: list[float], parts: Parts) -> list[float]:
 
 
 def _in_bf16(squares: list[float], parts: Parts) -> list[float]:
-    return rounded(torch.tensor(squares, dtype=torch.float64), torch.bfloat16).tolist()
+    return round_through(torch.tensor(squares, dtype=torch.float64), torch.bfloat16).tolist()
 
 
-def _after_clipping(result: StepResult, parts: Parts) -> StepResult:
+def _after_clipping(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return result if result.grad_norm is None else replace(result, grad_norm=min(result.grad_norm, _MAX_NORM))
 
 
 def _last_alone(factor: float, parts: Parts) -> None:
     for stage in stages_at(parts, last):
-        scaled(factor)(stage.module)
+        scale(factor)(stage.module)
 
 
 def _by_stage(factor: float, parts: Parts) -> None:
-    """Each stage by the factor of its own norm; tied copies are not told apart."""
+    """Clip each stage by its own norm; tied copies count separately."""
     for stage in parts.stages:
         own = norm_of(squares_of(stage.module))
-        scaled(clip_factor(own, _MAX_NORM))(stage.module)
+        scale(clip_factor(own, _MAX_NORM))(stage.module)
 
 
 def _twice(factor: float, parts: Parts) -> None:
@@ -179,35 +179,35 @@ def _twice(factor: float, parts: Parts) -> None:
     parts.gradients.scale(factor)
 
 
-_Tell = Callable[[StepResult, Parts], StepResult]
+_Tell = Callable[[ScheduleResult, Parts], ScheduleResult]
 _REPORT = Fault("report", "loss")
 
 
 def _elsewhere(tell: _Tell) -> Drive:
-    """On ranks without the last stage, which has the losses."""
+    """Change reports on ranks without the last stage, and so without losses."""
 
-    def told(result: StepResult, parts: Parts) -> StepResult:
+    def reported(result: ScheduleResult, parts: Parts) -> ScheduleResult:
         here = parts.program.schedule.placement[-1] == parts.transport.rank
         return result if here else tell(result, parts)
 
-    return on_steps(told=told)
+    return on_steps(reported=reported)
 
 
-def _minus_one(result: StepResult, parts: Parts) -> StepResult:
+def _minus_one(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))
 
 
-def _half(result: StepResult, parts: Parts) -> StepResult:
-    loss, *losses = rounded(torch.tensor([result.loss, *result.losses]), torch.float16).tolist()
+def _half(result: ScheduleResult, parts: Parts) -> ScheduleResult:
+    loss, *losses = round_through(torch.tensor([result.loss, *result.losses]), torch.float16).tolist()
     return replace(result, loss=loss, losses=tuple(losses))
 
 
-def _divided(result: StepResult, parts: Parts) -> StepResult:
+def _divide(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     count = parts.program.schedule.microbatches
     return replace(result, loss=result.loss / count, losses=tuple(loss / count for loss in result.losses))
 
 
-def _none(result: StepResult, parts: Parts) -> StepResult:
+def _none(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return replace(result, loss=math.nan, grad_norm=None) if parts.transport.rank == 0 else result
 
 
@@ -230,7 +230,7 @@ def _root_of_roots(squares: list[float], parts: Parts) -> list[float]:
 
 
 def _in_one_buffer(module: nn.Module) -> None:
-    """Gradients become views of it."""
+    """Turn gradients into views of one buffer."""
     gradients = gradients_by_parameter(module)
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     parts = torch.split(flat, [gradient.numel() for gradient in gradients.values()])
@@ -251,7 +251,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "evaluation-mode-stays": row(
         Fault("mode", "microbatches", stage=middle),
-        drive=on_steps(told=_stay_in_evaluation, operation="eval"),
+        drive=on_steps(reported=_stay_in_evaluation, operation="eval"),
         needs=_AFTER_EVAL,
     ),
     "evaluation-in-training-mode": row(
@@ -259,7 +259,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "evaluation-moves-statistics": row(
         Fault("buffers", "buffers"),
-        drive=on_steps(told=_move_statistics, operation="eval"),
+        drive=on_steps(reported=_move_statistics, operation="eval"),
         needs=Needs(models=("batchnorm",), plan=("eval", "train")),
     ),
     "evaluation-differentiates": row(
@@ -267,7 +267,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "statistics-counted-twice": row(
         Fault("buffers", "buffers", stage=middle),
-        on_stages(Changes(given=_recomputed), middle),
+        on_stages(Changes(given=_recompute), middle),
         Needs(models=("batchnorm",)),
     ),
     "boundary-hook-stays": row(
@@ -276,11 +276,11 @@ SPECIMENS: Mapping[str, Specimen] = {
         Needs(stages=2, plan=("train", "train")),
     ),
     "norm-of-rank": row(
-        Fault("norm", "grad-norm"), on_work(scale=_clipped_by_rank), Needs(ranks=2), drive=on_steps(told=_norm_of_rank)
+        Fault("norm", "grad-norm"), on_work(scale=_clip_by_rank), Needs(ranks=2), drive=on_steps(reported=_norm_of_rank)
     ),
-    "norm-without-stage": row(Fault("norm", "grad-norm", stage=middle), on_work(squares=_without_middle), _SEVERAL),
+    "norm-without-stage": row(Fault("norm", "grad-norm", stage=middle), on_work(squares=_drop_middle), _SEVERAL),
     "norm-rounded": row(Fault("norm", "grad-norm", alike=("rounded",)), on_work(squares=_in_bf16)),
-    "norm-after-clipping": row(Fault("norm", "grad-norm", alike=("report",)), drive=on_steps(told=_after_clipping)),
+    "norm-after-clipping": row(Fault("norm", "grad-norm", alike=("report",)), drive=on_steps(reported=_after_clipping)),
     "clip-last-stage": row(_CLIP, on_work(scale=_last_alone), _SEVERAL),
     "clip-never": row(_CLIP, on_work(scale=lambda factor, parts: None)),
     "clip-by-stage": row(_CLIP, on_work(scale=_by_stage), _SEVERAL),
@@ -288,37 +288,37 @@ SPECIMENS: Mapping[str, Specimen] = {
     "update-skipped-on-stage": row(
         Fault("update", "updated-parameters", stage=middle), on_gradients(nn.Module.zero_grad, middle, clipped=True)
     ),
-    "updated-twice": row(Fault("update", "updated-parameters", stage=middle), drive=moved_twice(middle)),
+    "updated-twice": row(Fault("update", "updated-parameters", stage=middle), drive=move_twice(middle)),
     "loss-of-other-ranks": row(_REPORT, drive=_elsewhere(_minus_one), needs=Needs(ranks=2)),
     "loss-sent-as-half": row(
         Fault("report", "loss", alike=("rounded",)), drive=_elsewhere(_half), needs=Needs(ranks=2)
     ),
-    "loss-divided-in-place": row(_REPORT, drive=on_steps(told=_divided), needs=Needs(microbatches=2)),
+    "loss-divided-in-place": row(_REPORT, drive=on_steps(reported=_divide), needs=Needs(microbatches=2)),
     "loss-of-last-microbatch": row(
         _REPORT,
-        drive=on_steps(told=lambda result, parts: replace(result, loss=result.losses[-1])),
+        drive=on_steps(reported=lambda result, parts: replace(result, loss=result.losses[-1])),
         needs=Needs(microbatches=2),
     ),
     "loss-summed": row(
         _REPORT,
-        drive=on_steps(told=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
+        drive=on_steps(reported=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
         needs=Needs(microbatches=2),
     ),
     "losses-in-other-order": row(
         _REPORT,
-        drive=on_steps(told=lambda result, parts: replace(result, losses=result.losses[::-1])),
+        drive=on_steps(reported=lambda result, parts: replace(result, losses=result.losses[::-1])),
         needs=Needs(microbatches=2),
     ),
     "evaluation-divided-again": row(
-        _REPORT, drive=on_steps(told=_divided, operation="eval"), needs=Needs(microbatches=2, plan=("eval", "train"))
+        _REPORT, drive=on_steps(reported=_divide, operation="eval"), needs=Needs(microbatches=2, plan=("eval", "train"))
     ),
-    "nothing-reported": row(Fault("report", "grad-norm", alike=("norm", "not-finite")), drive=on_steps(told=_none)),
+    "nothing-reported": row(Fault("report", "grad-norm", alike=("norm", "not-finite")), drive=on_steps(reported=_none)),
 }
 CONTROLS: Mapping[str, Entry] = {
     "slow-messages": control(on_arrival(_late), Needs(ranks=2, microbatches=3), schedule="1f1b"),
     "random-numbers-drawn": control(on_stages(Changes(during=_drawing)), Needs(microbatches=2, models=("dropout",))),
     "loss-scaled-and-back": control(
-        both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scaled(1 / 1024))), _MANY
+        both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scale(1 / 1024))), _MANY
     ),
     "shares-added-backwards": control(put_off(lambda call: True, reduced=False), Needs(microbatches=3)),
     "norm-by-rank": control(on_work(squares=_root_of_roots), _MANY),

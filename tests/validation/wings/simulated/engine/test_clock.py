@@ -158,10 +158,10 @@ def waits_really(context: RankContext) -> list[object]:
             done = 0
         event.set()
     dist.barrier()
-    seen = [asyncio.run(nap()), done, wait([read], 0.01)]
+    observed = [asyncio.run(nap()), done, wait([read], 0.01)]
     for one in (read, write):
         os.close(one)
-    return seen
+    return observed
 
 
 def test_what_waits_for_real_things_by_a_bound_waits_so_long(simulated: SimulatedWorld) -> None:

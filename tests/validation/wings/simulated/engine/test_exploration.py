@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.wings.simulated.engine.events import Event, Touch
-from pipeproof.wings.simulated.engine.exploration import Course, Exploration, told
+from pipeproof.wings.simulated.engine.exploration import Course, Exploration, describe_explorations
 from pipeproof.wings.simulated.engine.guide import Guide
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
@@ -65,17 +65,17 @@ def counts(context: RankContext) -> int:
 
 
 def outcomes(job: Job, world: World, ranks: int) -> tuple[set[str], Exploration]:
-    world.most, seen = 500, set()
+    world.most, observed = 500, set()
     for _ in world.interleavings():
         try:
-            seen.add(str(world.run(job, ranks=ranks)))
+            observed.add(str(world.run(job, ranks=ranks)))
         except RankFailed as failure:
-            seen.add(type(failure.cause).__name__)
-    return seen, world.explorations[-1]
+            observed.add(type(failure.cause).__name__)
+    return observed, world.explorations[-1]
 
 
 @pytest.mark.parametrize(
-    ("job", "ranks", "seen", "differ"),
+    ("job", "ranks", "observed", "differ"),
     [
         (passes_on, 2, {"[[2.0, 2.0], [2.0, 2.0]]"}, 1),
         (overwrites, 2, {"Race", "[[2.0, 2.0], [1.0, 1.0]]"}, 2),
@@ -86,12 +86,12 @@ def outcomes(job: Job, world: World, ranks: int) -> tuple[set[str], Exploration]
     ],
 )
 def test_what_depends_on_the_order_is_seen(
-    job: Job, ranks: int, seen: set[str], differ: int, simulated: SimulatedWorld
+    job: Job, ranks: int, observed: set[str], differ: int, simulated: SimulatedWorld
 ) -> None:
     found, exploration = outcomes(job, simulated, ranks)
-    assert found == seen
+    assert found == observed
     assert (exploration.found, exploration.complete, exploration.more) == (differ, True, False)
-    golden(told([exploration]))
+    golden(describe_explorations([exploration]))
 
 
 class Everything(Exploration):
@@ -164,7 +164,7 @@ def test_a_search_ends_where_there_are_more_than_wanted(simulated: SimulatedWorl
     assert len(ran) == 2
     (exploration,) = simulated.explorations
     assert not exploration.complete
-    golden(told([exploration]))
+    golden(describe_explorations([exploration]))
 
 
 def test_whether_the_order_of_two_events_matters() -> None:
