@@ -31,6 +31,7 @@ settings.load_profile("few")
 _STARTS_PROCESSES = {"warm_start", "torchrun", "python", "new_python", "processes"}  # fixtures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: a second thread only waits, and takes a core
+os.environ["COLUMNS"] = "160"  # of what is printed, whoever runs the tests: room for the widest table
 sys.dont_write_bytecode = False  # or each process compiles the project anew, and pytest rewrites all its asserts
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -180,11 +181,11 @@ def torchrun(warm_start: WarmStart) -> Launch:
     They have its environment, and a store that outlives them, as torchrun's own does.
     """
 
-    def launch(folder: Path, *arguments: str, ranks: int) -> Ended:
+    def launch(folder: Path, *arguments: str, ranks: int, **variables: str) -> Ended:
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        seats = [_seat(rank, ranks, store.port) for rank in range(ranks)]
+        seats = [_seat(rank, ranks, store.port) | variables for rank in range(ranks)]
         done = warm_start.run(folder, arguments, seats, bound_s=_BOUND_S)
         del store
         return done

@@ -2,9 +2,9 @@
 
 ``Case`` says what to run, ``World`` where, ``validate`` returns the ``Verdict``. ``PipelineSchedule`` runs any
 ``pipeproof.pipeline`` schedule on your ranks. ``whitebox.validate`` judges your own step, ``check_step`` a running
-job's step against a record from ``record_step`` and ``write_record``, or against a ``SingleDevice``. ``record_run``
-stores data to compare two long runs. ``megatron`` and the other adapters are here too. Names load on first use, so that
-commands without torch start at once.
+job's step against a record from ``record_step`` and ``write_record``, or against a ``SingleDevice``; ``log_verdict``
+logs its verdict to a dashboard. ``record_run`` stores data to compare two long runs. ``megatron`` and the other
+adapters are here too. Names load on first use, so that commands without torch start at once.
 """
 
 import importlib
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeproof.own.case import Case as Case
     from pipeproof.own.validator import validate as validate
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
+    from pipeproof.records.dashboard import log_verdict as log_verdict
     from pipeproof.records.single_device import SingleDevice as SingleDevice
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
@@ -46,6 +47,7 @@ _HOMES = {
     "Verdict": "core.verdict",
     "World": "worlds.world",
     "check_step": "records.step_check",
+    "log_verdict": "records.dashboard",
     "page": "reports.page.page",
     "record_run": "wings.runs",
     "record_step": "records.step_record",
@@ -66,6 +68,7 @@ __all__ = [
     "World",
     "check_step",
     "errors",
+    "log_verdict",
     "record_run",
     "record_step",
     "validate",

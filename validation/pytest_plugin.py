@@ -6,6 +6,7 @@ pytest 7.4 does not export.
 
 import argparse
 import hashlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -21,7 +22,10 @@ from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.timeout import parse_seconds
 
 if TYPE_CHECKING:
+    import torch
+
     from pipeproof.core.verdict import Verdict
+    from pipeproof.reports.session import VerdictReports
     from pipeproof.whitebox import Mutated, WhiteBox
     from pipeproof.whitebox.fixture import FixtureBox
     from pipeproof.worlds.worker import RankContext
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 _GLOO = "gloo"
 _WORLD = pytest.StashKey["World"]()
 _BOX = pytest.StashKey["FixtureBox"]()
+_REPORTS: "pytest.StashKey[VerdictReports]" = pytest.StashKey()
 _SEED, _OFF = "--pipeproof-seed", "off"
 _MUST = "The test has to assert this verdict, or to call its raise_if_failed()"
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
@@ -60,6 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pipeproof-interleaving", type=parse_interleaving, default=0, metavar="N", help=order)
     every = f"run every interleaving of simulated ranks that differs, at most N of each step (default: {MOST_RUNS})"
     group.addoption("--pipeproof-exhaust", type=int, nargs="?", const=MOST_RUNS, metavar="N", help=every)
+    one = "the one case that campaigns of whitebox.fuzz run, as a replay line has it, in place of what they would draw"
+    group.addoption("--pipeproof-case", default="", metavar="CASE", help=one)
+
+    pages = "write a page there for each verdict that fails a test"
+    group.addoption("--pipeproof-html", metavar="DIR", help=pages)
 
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
@@ -114,13 +124,18 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     fresh = "pipeproof_fresh_ranks: runs on ranks that no test used before, and that none uses after it"
     config.addinivalue_line("markers", fresh)
+    config.addinivalue_line("markers", "pipeproof(ranks, seed): how many ranks a step takes, and what seeds the test")
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
-    _most_groups(config)  # so that a wrong one is told at once
+    _most_groups(config)  # so that a wrong one is reported at once
     _exhaust(config)
     if why := refusal(config.getoption("--pipeproof-device")):
         raise pytest.UsageError(f"--pipeproof-device: {why}")
     _transport(config)
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
+    from pipeproof.reports.session import VerdictReports, make_folder
+
+    config.stash[_REPORTS] = reports = VerdictReports(make_folder(config.getoption("--pipeproof-html")))
+    config.pluginmanager.register(reports, "pipeproof-reports")
     if under_torchrun():
         _refuse_workers(config)
         from pipeproof.worlds.pytest_torchrun import RanksTogether  # torch comes with it, so only here
@@ -132,8 +147,37 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what uses ranks, so that ``-m "not pipeproof_ranks"`` leaves what needs none."""
     for item in items:
+        _marked(item)  # so that a wrong marker is reported at once
         if _uses_ranks(item):
             item.add_marker("pipeproof_ranks")
+
+
+def _marked(item: pytest.Item) -> dict[str, int]:
+    """What the nearest marker ``pipeproof`` says, by name. Raises ``pytest.UsageError``."""
+    if (mark := item.get_closest_marker("pipeproof")) is None:
+        return {}
+    least = {"ranks": 1, "seed": 0}
+    for name, value in mark.kwargs.items():
+        if name not in least:
+            raise pytest.UsageError(f"{item.nodeid}: the marker pipeproof has no {name!r}: expected ranks= and seed=")
+        if type(value) is not int or value < least[name]:
+            raise pytest.UsageError(
+                f"{item.nodeid}: the marker pipeproof has {name}={value!r}: expected a whole number from {least[name]}"
+            )
+    if mark.args:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker pipeproof takes names: expected ranks= and seed=, as ranks=2"
+        )
+    return dict(mark.kwargs)
+
+
+def _seed(item: pytest.Item) -> int | None:
+    """What seeds a test: its marker, or else the option; None: nothing."""
+    return _marked(item).get("seed", item.config.getoption(_SEED))  # type: ignore[no-any-return]
+
+
+def _drawn(seed: int, name: str) -> int:
+    return int(hashlib.sha256(f"{seed} {name}".encode()).hexdigest()[:8], 16)
 
 
 def _uses_ranks(item: pytest.Item) -> bool:
@@ -142,12 +186,12 @@ def _uses_ranks(item: pytest.Item) -> bool:
 
 def _drawing(item: pytest.Item, name: str) -> AbstractContextManager[None]:
     """While this is open, a test that uses ranks draws what follows from ``name``; then all is as it was."""
-    seed = item.config.getoption(_SEED)
+    seed = _seed(item)
     if seed is None or not _uses_ranks(item):
         return nullcontext()
     from pipeproof.worlds.settings import drawing_apart  # torch comes with it
 
-    return drawing_apart(int(hashlib.sha256(f"{seed} {name}".encode()).hexdigest()[:8], 16))
+    return drawing_apart(_drawn(seed, name))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -215,7 +259,7 @@ def _pipeproof_fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 def whitebox(request: pytest.FixtureRequest, pipeproof_world: "World") -> Iterator["WhiteBox"]:
     """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``.
 
-    A test fails in which it gives a verdict that is no pass and that nobody looks at. Its ``mutate`` is
+    A test fails that leaves a verdict unread which is no pass. Its ``mutate`` is
     ``pipeproof.whitebox.mutate`` on these ranks.
     """
     from pipeproof.whitebox.fixture import FixtureBox
@@ -225,9 +269,22 @@ def whitebox(request: pytest.FixtureRequest, pipeproof_world: "World") -> Iterat
 
         return mutate(test, whitebox=box, **asked)
 
-    box = request.node.stash[_BOX] = FixtureBox(pipeproof_world, mutate=mutate)
+    ranks = _marked(request.node).get("ranks")
+    if ranks is not None and under_torchrun() and ranks > (available := int(os.environ["WORLD_SIZE"])):
+        raise NeedsMoreRanks(ranks, available)
+    case = request.config.getoption("--pipeproof-case")
+    box = request.node.stash[_BOX] = FixtureBox(pipeproof_world, case=case, mutate=mutate, ranks=ranks)
     yield box
     _refuse_unread(box)
+
+
+@pytest.fixture
+def pipeproof_generator(request: pytest.FixtureRequest) -> "torch.Generator":
+    """A generator for a test's data: what it draws follows from the test's name and its seed, on each rank alike."""
+    import torch
+
+    drawn, seed = torch.Generator(), _seed(request.node)
+    return drawn if seed is None else drawn.manual_seed(_drawn(seed, request.node.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -257,7 +314,12 @@ def _subjects(error: BaseException) -> list["Verdict"]:
     if isinstance(error, module.ValidationFailed):
         return [error.verdict]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    found = {id(each): each for each in frame.f_locals.values() if isinstance(each, module.Verdict) and not each}
+    fuzzing = sys.modules.get("pipeproof.whitebox.fuzzing")  # what it makes has a verdict
+    there = [
+        one.verdict if fuzzing is not None and isinstance(one, fuzzing.FuzzResult) else one
+        for one in frame.f_locals.values()
+    ]
+    found = {id(each): each for each in there if isinstance(each, module.Verdict) and not each}
     for verdict in found.values():
         if verdict.replay not in str(error):  # else the test itself has it said
             error.add_note(str(verdict))
@@ -278,14 +340,23 @@ class LeftOut:
         """Report a want of ranks as a skip, and with an assertion the text of what it is about."""
         error = call.excinfo.value if call.excinfo is not None else None
         subjects = [] if error is None else _subjects(error)
+        box = item.stash.get(_BOX, None)
+        if box is not None and call.when == "call":
+            from pipeproof.reports.session import properties
+
+            item.user_properties += properties(box.verdicts)
         report = yield
+        failing = [*subjects, *(box.take_told() if box is not None else ())]
+        if failing and report.failed:
+            vars(report)["pipeproof"] = item.config.stash[_REPORTS].of_test(item.nodeid, failing)
         crash = getattr(report.longrepr, "reprcrash", None)
         if subjects and crash is not None:  # pytest's summary begins with the type's whole name
             crash.message = f"{subjects[0].summary} ({type(error).__name__})"
         if subjects and item.config.get_verbosity() > 0:
             report.sections += [("pipeproof", verdict.details) for verdict in subjects]
-        if report.failed and _uses_ranks(item) and (seed := item.config.getoption(_SEED)) is not None:
-            seeded = f"torch, random and numpy: {_SEED}={seed}, and the test's name"
+        if report.failed and _uses_ranks(item) and (seed := _seed(item)) is not None:
+            said = f"{_SEED}={seed}" if "seed" not in _marked(item) else f"seed={seed} of its marker"
+            seeded = f"torch, random and numpy: {said}, and the test's name"
             report.sections.append(("random numbers", seeded))
         if isinstance(error, NeedsMoreRanks):
             report.outcome = "skipped"

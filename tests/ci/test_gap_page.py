@@ -64,7 +64,7 @@ def test_the_guide_says_what_the_page_says() -> None:
     def gaps(dtype: str, fault: str) -> list[float]:
         return [float(one) for one in re.findall(r"[-+]\S+", found(dtype, fault).partition(" decades")[0])]
 
-    guide = " ".join((GUIDES / "limits.md").read_text().split())
+    guide = " ".join((GUIDES / "trust.md").read_text().split())
     token = found("bf16", "token weight")
     assert (gaps("fp32", "LayerNorm drop")[0], gaps("fp32", "token weight")[0]) == (4.8, 1.4)
     assert (gaps("bf16", "token weight"), gaps("bf16", "LayerNorm drop")[0]) == ([-3.4, -1.8], 0.1)

@@ -1,4 +1,4 @@
-"""The workflow that users copy: it parses, its commands exist with these options, and the gates in it run."""
+"""The workflow that ``init github`` writes: it parses, its commands exist with these options, its gates run."""
 
 import importlib.util
 import re
@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from pipeproof.commands import cli
+from pipeproof.commands.init import text
 from pipeproof.commands.option_parser import UsageError
 from tests.support.golden import golden
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
-WORKFLOW = yaml.safe_load((Path(__file__).parents[2] / "ci" / "github-workflow.yml").read_text())
+WORKFLOW = yaml.safe_load(text("github"))
 JOBS: dict[str, Any] = WORKFLOW["jobs"]
 # What makes a gate small enough for a test; of an option that is given twice the last counts.
 SMALL = "--schedule 1f1b --ranks 2 --microbatches 2 --layers 2 --model mlp --cases 0 --device cpu".split()
@@ -26,8 +27,9 @@ def commands(*jobs: str) -> Iterator[list[str]]:
     """Every command of these jobs, as words, with what GitHub puts in."""
     for job in jobs or JOBS:
         for step in JOBS[job]["steps"]:
-            text = step.get("run", "").replace("${{ github.run_number }}", "1234")
-            for line in text.replace("$GITHUB_STEP_SUMMARY", "summary.md").splitlines():
+            said = step.get("run", "").replace("${{ github.run_number }}", "1234")
+            said = said.partition("  # CHANGE")[0].replace("${{ vars.PIPEPROOF_SCHEDULES }}", "1f1b,zb-v")
+            for line in said.replace("$GITHUB_STEP_SUMMARY", "summary.md").splitlines():
                 yield line.split()
 
 
@@ -47,7 +49,7 @@ def test_every_command_exists_and_takes_its_options() -> None:
         assert importlib.util.find_spec(name) is not None
         if name == "pipeproof":
             options = cli._parser().parse_args(arguments)
-            assert options.cases >= 50
+            assert options.html == "reports/gate.html"
             assert {options.junit, options.summary, options.artifacts} == {"reports/gate.xml", "summary.md", "reports"}
             assert options.annotations == "github"
 

@@ -24,7 +24,8 @@ from pipeproof.core.verdict import ValidationFailed
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.specimens import CATALOGUE
 from pipeproof.worlds.world import World
-from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same
+from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same, shown
+from tests.support.sources import sources
 from tests.support.sweeps import some
 from tests.support.warm_start import Ended
 
@@ -35,7 +36,15 @@ REWRITE = os.environ.get("GUIDES") == "rewrite"
 # Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
 ELSEWHERE = ("ci/test", "pip install ", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
 
-LANGUAGES = {"python", "py", "console", "text", "csv", "json"}  # py: of the reference, which is made from the code
+LANGUAGES = {
+    "python",
+    "py",
+    "console",
+    "text",
+    "csv",
+    "json",
+    "toml",
+}  # py: of the reference, which is made from the code
 
 COMMANDS = {
     page: [
@@ -48,14 +57,19 @@ COMMANDS = {
     for page in PAGES
 }
 FOLLOWED = [page for page in PAGES if COMMANDS[page]]
-LONG = [f"validation/guides/{name}.md" for name in ("primitives", "proving", "training", "layouts")]  # to follow
+LONG = [f"validation/guides/{name}.md" for name in ("schedules", "layouts")]  # to follow
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder with the files as the pages show them, so that lines have a reader's numbers, and our tests."""
-    for block in blocks("python", "csv", "json"):
-        (tmp_path / block.file).write_text(block.text)
+def folder(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder with the files as the pages show them, so that lines have a reader's numbers, and our tests.
+
+    A pyproject.toml, which all commands read, is there for its own page alone.
+    """
+    page = getattr(request.node, "callspec", None) and request.node.callspec.params.get("page")
+    for block in blocks("python", "csv", "json", "toml"):
+        if block.language != "toml" or block.page == page:
+            (tmp_path / block.file).write_text(block.text)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -71,7 +85,8 @@ def run(
     def launch(command: str) -> tuple[int, str]:
         first, *words = shlex.split(command)
         if first in ("pipeproof", "ci/validate", "ci/gate"):
-            status = main([first.removeprefix("ci/"), *words] if first.startswith("ci/") else words)
+            with as_in(folder):
+                status = main([first.removeprefix("ci/"), *words] if first.startswith("ci/") else words)
             printed = capsys.readouterr()
             return status, printed.out or printed.err
         if "--nnodes" in words:
@@ -198,15 +213,27 @@ def test_a_fault_is_told_as_a_page_shows(
 
 
 def test_there_are_faults_to_tell() -> None:
-    assert len(FAULTS) == 2
+    assert len(FAULTS) == 3
+
+
+@pytest.mark.pipeproof_ranks
+def test_the_smallest_case_of_a_fuzzed_fault_is_replayed_as_a_page_shows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = folder / "test_my_pipeline_fuzzed.py"
+    own.write_text(own.read_text().replace("sum(split[:rank])", "rank * split[rank]"))
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{own.name}::test_any_case (call)")
+    with as_in(folder), World() as world, pytest.raises(ValidationFailed) as failed:
+        import_module(own.stem).test_any_case(WhiteBox(world))
+    assert failed.value.verdict.replay == shown("--pipeproof-case")
 
 
 def test_from_install_to_a_verdict_takes_few_commands_and_lines() -> None:
-    own = README.partition("\n## Check the built-in")[0]
+    own = README.partition("\n## Check a schedule")[0]
     (program,) = [block for block in blocks("python") if block.page == "README.md"]
     assert len([line for line in program.text.splitlines() if line.strip()]) <= 10
     assert 1 <= own.count("\n$ ") <= 3
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 130
 
 
 def statements(text: str) -> str:
@@ -219,6 +246,15 @@ def test_every_program_is_an_example_that_runs(block: Block) -> None:
     assert statements((EXAMPLES / block.file).read_text()) == block.text
 
 
+def test_every_example_has_a_line_and_those_to_read_are_short() -> None:
+    listed = PAGES["validation/guides/your_step.md"].partition("\n## Examples\n")[2]
+    rows = "\n".join(line for line in listed.splitlines() if line.startswith("|"))
+    there = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("test_")}
+    assert set(re.findall(r"`(\w+\.py)`", listed)) == there
+    for name in re.findall(r"`(\w+\.py)`", rows):
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 80, name
+
+
 def test_every_example_that_runs_elsewhere_is_collected() -> None:
     for block in blocks("console"):
         for command, _ in block.commands:
@@ -226,19 +262,59 @@ def test_every_example_that_runs_elsewhere_is_collected() -> None:
                 assert (EXAMPLES / command.split()[1]).is_file(), command
 
 
+TEXTS = {  # all that is read with links in it
+    **PAGES,
+    **{name: (ROOT / name).read_text() for name in ("CHANGELOG.md", "ci/README.md", "validation/own/FINDINGS.md")},
+}
+
+
 def links(page: str) -> list[tuple[Path, str]]:
     """The files of this repository that ``page`` links to, with the heading in them, if one is named."""
-    found = re.findall(r"\]\(([^)#\s]+)#?([^)]*)\)", PAGES[page])
-    return [(((ROOT / page).parent / path).resolve(), heading) for path, heading in found if "://" not in path]
+    prose = re.sub(r"(?ms)^```.*?^```$|`[^`]*`", "", TEXTS[page])
+    found = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", prose)
+    own = ROOT / page
+    return [((own.parent / path).resolve() if path else own, heading) for path, heading in found if "://" not in path]
 
 
-@pytest.mark.parametrize("page", PAGES)
+def anchors(text: str) -> list[str]:
+    """The anchors of the headings of ``text``, as GitHub and the site make them."""
+    titles = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?^```$", "", text))
+    return [re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("page", TEXTS)
 def test_links_lead_somewhere(page: str) -> None:
     for path, heading in links(page):
         assert path.exists(), path
         if heading:
-            titles = re.findall(r"(?m)^#+ (.*)$", path.read_text())
-            assert heading in [title.lower().replace(" ", "-") for title in titles]
+            assert heading in anchors(path.read_text())
+
+
+def test_links_of_every_form_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[a](b.md), [c\nd](e/f.md#g-h), [i](#j), ![k](l.svg), [m](https://n.o/p.md), `[q](r.md)`\n"
+    text += "```py\n[s](t.md)\n```\n"
+    monkeypatch.setitem(TEXTS, "x/y.md", text)
+    here = ROOT / "x"
+    assert links("x/y.md") == [
+        (here / "b.md", ""),
+        (here / "e/f.md", "g-h"),
+        (here / "y.md", "j"),
+        (here / "l.svg", ""),
+    ]
+    headings = "# A page\n## Does it, with `b`?\n```py\n# no heading\n```\n"
+    assert anchors(headings) == ["a-page", "does-it-with-b"]
+
+
+def test_the_site_has_every_guide() -> None:
+    nav = re.findall(r"(?m)^ +- guides/(\S+)$", (ROOT / "ci" / "mkdocs.yml").read_text())
+    assert sorted(nav) == sorted(path.name for path in GUIDES.glob("*.md"))
+
+
+def test_guides_that_code_and_changelog_name_are_there() -> None:
+    texts = [TEXTS["CHANGELOG.md"], *(source.text for source in sources("pipeline", "reference", "validation", "ci"))]
+    named = {name for text in texts for name in re.findall(r"guides/([\w-]+\.\w+)", text)}
+    assert "extending.md" in named
+    assert named <= {path.name for path in GUIDES.iterdir()}
 
 
 def test_readme_leads_to_every_guide() -> None:
@@ -311,4 +387,4 @@ def test_what_is_read_of_a_page() -> None:
     block = Block("x.md", "`a.py` and then `b.py`:", "console", "$ one --two\nsaid\n$ three\n")
     assert block.file == "b.py"
     assert block.commands == [("one --two", "said"), ("three", "")]
-    assert {block.language for block in blocks("python", "console", "text", "csv", "json", "py")} == LANGUAGES
+    assert {block.language for block in blocks("python", "console", "text", "csv", "json", "py", "toml")} == LANGUAGES

@@ -1,4 +1,4 @@
-"""The guides to frameworks: their programs run and print what they show, and their tables are those of the faults."""
+"""The guides to frameworks: their programs run and print what they show, and their tables show planted faults."""
 
 import importlib
 import re
@@ -12,6 +12,7 @@ from pipeproof.commands import init
 from tests.support.guides import PAGES, blocks
 
 PAGE = "validation/guides/{}.md"
+OWN = Path(__file__).parent / "programs"  # what a user has: a model, and a step of it
 PACKAGES = {
     "megatron": "megatron.core",
     "deepspeed": "deepspeed",
@@ -49,8 +50,10 @@ def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path
     programs = [block for block in blocks("py") if block.page == page]
     for block in programs:
         (tmp_path / block.file).write_text(block.text)
+    for own in OWN.glob("my_*.py"):
+        (tmp_path / own.name).write_text(own.read_text())
     shown = [block.text for block in blocks("text") if block.page == page]
-    assert len(shown) == len(programs) - 1, "the first program is what the user has"
+    assert len(shown) == len(programs) == len(COMMANDS)
     for command, text in zip(COMMANDS, shown, strict=False):
         (program,) = [block.file for block in programs if block.file.startswith(command[-1])]
         line = [sys.executable, "-W", "ignore", *command[:-1], program]
@@ -59,12 +62,15 @@ def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path
         assert ended.returncode == 0, ended.stderr
 
 
-def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> None:
+def test_its_table_says_of_faults_what_their_verdicts_say(framework: str) -> None:
     faults = importlib.import_module(f"tests.frameworks.{framework}_faults").FAULTS
-    rows = re.findall(r"(?m)^\| ([\w-]+)[^|]* \| ([\w-]+) \| ([^|]+) \|$", PAGES[PAGE.format(framework)])
-    head, *shown = rows
+    text = PAGES[PAGE.format(framework)]
+    head, *shown = re.findall(r"(?m)^\| ([\w-]+)[^|]* \| ([\w-]+) \| ([^|]+) \|$", text)
     assert head == ("fault", "named", "where")
-    assert shown == [(name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()]
+    said = {name: (name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()}
+    assert shown == [said[name] for name, *_ in shown]
+    assert len(shown) >= 5
+    assert f"plants {len(faults)} faults" in text
 
 
 def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:

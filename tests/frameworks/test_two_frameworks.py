@@ -28,7 +28,7 @@ def test_two_frameworks_agree_on_one_model(world: World, tmp_path: Path, capsys:
     assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert "of other names, matched by their weights" in verdict.details
     assert verdict.law("gradient").checked > 30
-    assert main(["diff", *(str(tmp_path / f"{name}.safetensors") for name in ("megatron", "deepspeed"))]) == 0
+    assert main(["compare", *(str(tmp_path / f"{name}.safetensors") for name in ("megatron", "deepspeed"))]) == 0
     assert "megatron-core 0.16.1" in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ def short_functions(source: Source) -> Iterator[str]:
 
 
 _OF_USERS = ("validation.whitebox.validator",)  # where users give much by name
-MANY = {"validate": 9}  # a user's one call: every option is in its signature, where an editor shows it
+MANY = {"validate": 9, "fuzz": 8}  # a user's one call: every option is in its signature, where an editor shows it
 
 
 def few_parameters(source: Source) -> Iterator[str]:
@@ -108,7 +108,7 @@ NOT_OBSERVING = (
     *(f"validation.{name}." for name in ("wings.primitives", "wings.specimens", "wings.simulated")),
     "validation.wings.composed.causes",
     "validation.wings.mutate.",
-    *(f"validation.whitebox.{name}" for name in ("task", "survey")),
+    *(f"validation.whitebox.{name}" for name in ("task", "tensor_index")),
     "validation.wings.runs.recorder",
     *(f"validation.wings.adapters.{name}" for name in ("job", "sight")),
 )

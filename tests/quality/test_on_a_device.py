@@ -156,7 +156,7 @@ def test_a_tensor_that_was_left_on_the_host_is_told_with_its_line(machine: Prete
 @pytest.mark.parametrize("order", some(ORDERS, left=["late"]))
 def test_what_only_a_device_shows_is_caught_named_and_located(machine: Pretending, tmp_path: Path, order: str) -> None:
     names = [name for name in ON_DEVICES if name != HIDDEN[order]]
-    command = ("-m", "pipeproof", "specimens", "--device", "pretend", "--json", "found.json", "--only", ",".join(names))
+    command = ("-m", "pipeproof", "mutate", "--device", "pretend", "--json", "found.json", "--only", ",".join(names))
     ran = machine.run(tmp_path, *command, order=order)
     assert ran.returncode == 0, ran.stdout
     found = trials(tmp_path / "found.json")

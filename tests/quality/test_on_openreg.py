@@ -37,7 +37,7 @@ def test_a_fault_is_named_there(tmp_path: Path) -> None:
 
 
 def test_the_host_cannot_touch_its_memory(tmp_path: Path) -> None:
-    command = ("-m", "pipeproof", "specimens", "--device", "openreg", "--json", "found.json", "--only", ",".join(SHOWN))
+    command = ("-m", "pipeproof", "mutate", "--device", "openreg", "--json", "found.json", "--only", ",".join(SHOWN))
     ran = on_device(tmp_path, *command)
     assert ran.returncode == 0, ran.stdout
     assert {name for name, one in trials(tmp_path / "found.json").items() if one["recorded"]["located"]} == {*SHOWN}

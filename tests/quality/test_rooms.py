@@ -20,7 +20,7 @@ MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks"
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws program messages transports deadlock buffers "
     "program_laws symbolic timeline sizes partition text_grid plan files profile trace deliveries costs chrome_trace "
-    "mesh mesh_file mesh_sums recorded".split()
+    "mesh mesh_file mesh_sums recorded checked".split()
 )
 STARTERS = "validation.commands.starters."  # files that become a user's own
 FRONT = {"validation.__main__", "validation.pytest_plugin"}

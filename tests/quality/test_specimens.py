@@ -2,7 +2,7 @@
 
 In its smallest case a specimen is tried here, or by the composed check where that sees it: one of each law and kind
 always is here. In sweeps all are, and those of ``EXPECTED`` on every schedule. All specimens on all schedules, on four
-ranks, are tried by ``pipeproof specimens --schedule all``.
+ranks, are tried by ``pipeproof mutate --schedule all``.
 """
 
 from collections.abc import Callable, Iterable

@@ -26,7 +26,7 @@ from pipeproof.worlds.world import World
 from tests.support.guides import blocks
 
 BLOCKS = 4
-SOURCE = next(block.text for block in blocks("python") if block.page.endswith("own_runtime.md"))
+SOURCE = next(block.text for block in blocks("python") if block.page.endswith("quickstart.md"))
 BACKWARD = "y.backward(self.receive(self.rank + 1, y) if self.rank < self.last else None)"
 DIVIDED = "y = self.losses[-1] / len(self.microbatches)"
 SENT, SENT_BACK = "self.send(y.detach(), self.rank + 1)", "self.send(x.grad, self.rank - 1)"

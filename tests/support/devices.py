@@ -77,5 +77,5 @@ def on_device(folder: Path, *arguments: str) -> Ended:
 
 
 def trials(path: Path) -> dict[str, Any]:
-    """What `pipeproof specimens --json` wrote of each fault."""
+    """What `pipeproof mutate --json` wrote of each fault."""
     return {one["specimen"]: one for one in json.loads(path.read_text())["specimens"]}

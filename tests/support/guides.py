@@ -27,7 +27,7 @@ class Block:
     @property
     def file(self) -> str:
         """The file that the block is: the last name in the line above."""
-        names = re.findall(r"`([\w./-]+\.(?:py|csv|json))`", self.above)
+        names = re.findall(r"`([\w./-]+\.(?:py|csv|json|toml))`", self.above)
         assert names, f"{self.page}: no file is named above {self.text[:80]!r}"
         return str(names[-1])
 

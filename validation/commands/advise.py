@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,11 @@ from pipeproof.own.config import Config
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
-from pipeproof.pipeline.sizes import check_count, some, three_digits
-from pipeproof.reports.columns import Column, table
+from pipeproof.pipeline.sizes import check_count, some
 from pipeproof.reports.terminal import Terminal
+from pipeproof.wings import is_present
 from pipeproof.wings.advise import (
     ACCELERATORS,
-    GIB,
     MODELS,
     UNITS,
     Advice,
@@ -38,11 +37,14 @@ from pipeproof.wings.advise import (
     Transformer,
     accelerator_named,
     advice_page,
+    describe_request,
     find_layouts,
     find_path,
+    known,
     model_named,
     model_of_config,
     stages_of,
+    tables,
 )
 from pipeproof.worlds.output_file import OutputFile
 
@@ -57,10 +59,7 @@ _SIZES = {
     "experts": "experts of a layer, of which each token visits 2 (default: none)",
 }
 _WITH_LIST = {"--list", "--quiet", "--verbose", "--color"}
-_ASSUMED = (
-    "bf16, Adam in fp32, gradients summed in fp32, attention that keeps no scores",
-    "Use times to compare layouts, not as a forecast.",
-)
+_WITH_PRIMITIVE = {"--primitive", "--json", "--quiet", "--verbose", "--color"}
 
 
 def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -70,28 +69,32 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     model = parser.add_argument_group("the model")
     add(model, "--model", "NAME", "a name that --list has, or a config.json of Hugging Face", known=MODELS)
     for name, says in _SIZES.items():
-        add(model, f"--{name}", "N", says, whole)
+        add(model, f"--{name}", "N", says, whole, rare=name in ("vocab", "experts"))
     job = parser.add_argument_group("the job")
     add(job, "--batch", "N", "sequences a step", whole, default=512)
     add(job, "--sequence", "N", "tokens of a sequence", whole, default=4096)
     cluster = parser.add_argument_group("the cluster")
     add(cluster, "--devices", "N", "how many devices there are", whole, default=8)
     add(cluster, "--per-node", "N", "how many devices are in a node", whole, default=8)
-    add(cluster, "--device", "NAME", f"one of {', '.join(ACCELERATORS)}", known=ACCELERATORS, default="h100")
+    kinds = f"what each is: one of {', '.join(ACCELERATORS)}"
+    add(cluster, "--accelerator", "NAME", kinds, known=ACCELERATORS, default="h100")
     for option, unit, what in (
         ("--memory", "GIB", "memory of a device"),
         ("--flops", "TFLOPS", "speed of a device in bf16"),
         ("--link", "GB/S", "bandwidth between two devices of a node, in one direction"),
         ("--network", "GB/S", "bandwidth from a device to other nodes, in one direction"),
     ):
-        add(cluster, option, unit, f"{what} (default: the device's, as --list has it)", number)
+        add(cluster, option, unit, f"{what} (default: the device's, as --list has it)", number, rare=True)
     limits = parser.add_argument_group("what may be used")
-    add(limits, "--zero", None, "the highest stage of ZeRO", whole, choices=(0, 1, 2, 3), default=3)
+    add(limits, "--zero", None, "the highest stage of ZeRO", whole, choices=(0, 1, 2, 3), default=3, rare=True)
     again = "whether activations may be recomputed"
-    add(limits, "--recompute", None, again, choices=("allowed", "never"), default="allowed")
-    add(limits, "--most", "N", "how many layouts are listed", whole, default=3)
+    add(limits, "--recompute", None, again, choices=("allowed", "never"), default="allowed", rare=True)
+    add(limits, "--most", "N", "how many layouts are listed", whole, default=3, rare=True)
     add_flag(parser, "--list", says="the models and devices that are known, and their figures")
-    add_file(parser, "--write", "keep the layout to begin with in this file, a config for validate --config and bench")
+    if is_present("primitives"):
+        each = "all, or some kinds of parallelism: what each saves and costs, and how it was validated; nothing else"
+        add(parser, "--primitive", "NAME,...", each)
+    add_file(parser, "--write", "keep the layout to begin with in this file, for validate --config and --bench")
     chosen = "with --write: the K-th of the listed layouts instead; 1 is the fastest"
     add(parser, "--layout", "K", chosen, whole)
     add_outputs(parser, what="steps and layouts", page=True)
@@ -101,8 +104,13 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _advise(options: argparse.Namespace) -> int:
     refuse_unused(options, options.given - _WITH_LIST, "with --list", where=options.list)
     if options.list:
-        Terminal().say(_known())
+        Terminal().say(known(Terminal().width))
         return 0
+    if getattr(options, "primitive", None) is not None:
+        from pipeproof.commands.primitive_commands import describe_primitives
+
+        refuse_unused(options, sorted(options.given - _WITH_PRIMITIVE), "with --primitive")
+        return describe_primitives(options.primitive, Outputs.of(options))
     refuse_unused(options, ["--layout"], "without --write", where=options.write is None)
     job = Job(
         _model(options),
@@ -110,7 +118,7 @@ def _advise(options: argparse.Namespace) -> int:
         check_count("sequence", options.sequence, most=_MOST_SEQUENCE),
     )
     given = {name: unit * value for name, unit in UNITS.items() if (value := getattr(options, name)) is not None}
-    device = replace(accelerator_named(options.device), **given)
+    device = replace(accelerator_named(options.accelerator), **given)
     cluster = Cluster(device, options.devices, options.per_node)
     allowed = Allowed(zero=tuple(range(options.zero + 1)))
     if options.recompute == "never":
@@ -124,9 +132,9 @@ def _advise(options: argparse.Namespace) -> int:
         if options.layout is not None and found.best and options.layout > len(found.best):
             listed = some(len(found.best), "layout")
             raise UsageError(f"--layout {options.layout}: only {listed} can be listed; give one of these")
-        ending, asked = _ending(found, steps, job, cluster), _describe_request(job, cluster)
+        ending, asked = _ending(found, steps, job, cluster), describe_request(job, cluster)
         Terminal().detail("\n".join(asked))
-        for text in _tables(steps, found.best, job, cluster):
+        for text in tables(steps, found.best, job, cluster, Terminal().width):
             Terminal().detail(f"\n{text}")
         Terminal().detail("")
         Terminal().say(" ".join(filter(None, ending)))
@@ -160,7 +168,7 @@ def _config(layout: Layout, job: Job) -> Config:
     """What ``validate --config`` runs small."""
     split = [len(layers) for layers, _ in stages_of(layout.pipeline, job.model.layers)]
     sizes = {"microbatches": layout.microbatches(job), "split": split, "sequence": job.sequence}
-    name = Path(job.model.name).name if job.model.name.endswith(".json") else job.model.name  # nobody else's folders
+    name = Path(job.model.name).name if job.model.name.endswith(".json") else job.model.name  # without its folders
     return Config({**asdict(layout), **sizes, "model": name, "dtype": "bf16"})
 
 
@@ -200,77 +208,7 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
     return Transformer(name, given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
 
 
-def _known() -> str:
-    """The models and devices that are known, with their figures."""
-    models = [
-        (one.name, _size(one.parameters), _size(one.active_parameters), str(one.layers), str(one.hidden))
-        for one in MODELS.values()
-    ]
-    devices = [
-        (one.name, f"{one.flops / 1e12:g}", f"{one.memory / GIB:.0f}", f"{one.link / 1e9:g}", f"{one.network / 1e9:g}")
-        for one in ACCELERATORS.values()
-    ]
-    tables = {
-        ("model", "parameters", "active", "layers", "hidden"): models,
-        ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"): devices,
-    }
-    return "\n\n".join(
-        table([Column(name, right=k > 0, drop=max(0, k - 1)) for k, name in enumerate(names)], rows, Terminal().width)
-        for names, rows in tables.items()
-    )
-
-
-def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
-
-
-def _describe_request(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """The model and its sequences, and the devices and their memory, in words."""
-    model, device = job.model, cluster.device
-    memory = three_digits(device.memory / GIB)
-    active = f", {_size(model.active_parameters)} of them active" if model.experts else ""
-    return (
-        f"{model.name}: {_size(model.parameters)} parameters{active}; {model.layers} layers",
-        f"a batch of {job.batch:,} x {job.sequence:,} tokens",
-        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {memory} GiB each",
-        *_ASSUMED,
-    )
-
-
-_STEPS = [Column(name, right=name == "time") for name in ("add", "", "because", "time", "layout")]
-_PARTS = ("weights", "gradients", "optimizer", "activations")
-_MEMORY = [Column("GiB"), *(Column(name, right=True) for name in (*_PARTS, "in all"))]
-_LAYOUTS = [
-    Column("layout"),
-    Column("schedule", drop=1),
-    Column("microbatches", right=True, drop=4),
-    Column("GiB", right=True, drop=2),
-    Column("bubble", right=True, drop=5),
-    Column("communication", right=True, drop=6),
-    Column("time", right=True),
-    Column("MFU", right=True, drop=3),
-]
-
-
-def _tables(steps: Sequence[Step], best: Sequence[Choice], job: Job, cluster: Cluster) -> Iterator[str]:
-    """What was tried, what of it was held in memory, and the layouts that fit."""
-    rows: list[tuple[str, ...]] = []
-    memory: list[tuple[str, ...]] = []
-    for step in steps:
-        if (choice := step.choice) is None:
-            rows.append((step.name, step.outcome, step.reason, "", ""))
-            continue
-        time, held = f"{three_digits(choice.time.total)} s", choice.footprint
-        rows.append((step.name, step.outcome, step.reason, time, choice.layout.words))
-        parts = (*(getattr(held, part) for part in _PARTS), held.total)
-        memory.append((step.name, *(f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts)))
-    layouts = [_row(choice, job, cluster) for choice in best]
-    for columns, cells in ((_STEPS, rows), (_MEMORY, memory), (_LAYOUTS, layouts)):
-        if cells or columns is not _LAYOUTS:
-            yield table(columns, cells, Terminal().width)
-
-
-class _Ending(NamedTuple):
+class _Conclusion(NamedTuple):
     """How it ends: what was found, what to do next, and the line to type for that; the last two may be empty."""
 
     said: str
@@ -278,13 +216,15 @@ class _Ending(NamedTuple):
     line: str = ""
 
 
-def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> _Ending:
+def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> _Conclusion:
     """Where to begin and what to type next, or why there is nothing to begin with."""
     if found.best:
         return _next(_last_taken(steps), job)
     if found.least is None:
-        return _Ending(f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.")
-    return _Ending("Nothing fits: use more devices, or devices with more memory.")
+        return _Conclusion(
+            f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch."
+        )
+    return _Conclusion("Nothing fits: use more devices, or devices with more memory.")
 
 
 def _last_taken(steps: Sequence[Step]) -> Layout:
@@ -292,22 +232,7 @@ def _last_taken(steps: Sequence[Step]) -> Layout:
     return next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
 
 
-def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
-    layout, time = choice.layout, choice.time
-    chunks = f" V={layout.virtual}" if layout.schedule in LOOPED and layout.virtual > 1 else ""
-    return (
-        layout.words,
-        f"{layout.schedule}{chunks}" if layout.pp > 1 else "",
-        f"{layout.microbatches(job)} of {layout.micro}",
-        f"{choice.footprint.total / GIB:.1f}",
-        f"{time.bubble / time.total:.1%}",
-        f"{time.communication / time.total:.1%}",
-        f"{three_digits(time.total)} s",
-        f"{time.utilization(cluster):.1%}",
-    )
-
-
-def _next(layout: Layout, job: Job) -> _Ending:
+def _next(layout: Layout, job: Job) -> _Conclusion:
     """To begin with ``layout``."""
     from pipeproof.wings.primitives import not_stacked, stack_of
 
@@ -315,13 +240,13 @@ def _next(layout: Layout, job: Job) -> _Ending:
     if (stack := stack_of(config)) is not None:
         left = not_stacked(config)
         without = f" (not run: {'; '.join(left)})" if left else ""
-        return _Ending(begin, f"Validate a small one of its kind{without}:", stack.replay)
+        return _Conclusion(begin, f"Validate a small one of its kind{without}:", stack.replay)
     if layout.pp == 1:
-        return _Ending(begin, "Validate one step of your own:", "pipeproof init")
+        return _Conclusion(begin, "Validate one step of your own:", "pipeproof init")
     case = case_of(config)
     looped = f" --virtual {layout.virtual} --layers {sum(case.split)}" if case.schedule in LOOPED else ""
     line = f"pipeproof validate --schedule {case.schedule} --ranks {case.ranks}{looped}"
-    return _Ending(begin, "Validate its schedule, small:", f"{line} --microbatches {case.microbatches}")
+    return _Conclusion(begin, "Validate its schedule, small:", f"{line} --microbatches {case.microbatches}")
 
 
 def _layout(choice: Choice | None) -> dict[str, object]:

@@ -1,23 +1,22 @@
-"""``bench``: a small step of each of some configs, which take turns on real ranks, side by side with the first."""
+"""``validate --bench``: a small step of each of some configs, which take turns on real ranks, beside the first."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeproof.commands.ending import NO_VERDICT, WRONG
-from pipeproof.commands.option_parser import add, whole
-from pipeproof.commands.outputs import add_outputs
-from pipeproof.commands.selection import add_world, device_of, tell_notes
+from pipeproof.commands.option_parser import add, refuse_unused, whole
+from pipeproof.commands.selection import device_of, tell_notes
 from pipeproof.commands.work import Work, work_of
 from pipeproof.own.case import Case, CaseError
 from pipeproof.own.config import Config, read_config
 from pipeproof.own.runtimes import OWN
-from pipeproof.own.timings import FEWEST, Ratio, Timing
+from pipeproof.own.timings import FEWEST, Timing
 from pipeproof.pipeline.sizes import check_count, some
-from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
+from pipeproof.reports.timing_table import as_data, compare_medians, timing_table
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.launcher import describe_sharing, start_fork_server, warn_of_crowd
 from pipeproof.worlds.rank_report import RankFailed
@@ -27,37 +26,25 @@ if TYPE_CHECKING:
     from pipeproof.worlds.world import World
 
 _MOST = 10_000  # rounds
-_COLUMNS = (
-    Column("config"),
-    Column("ranks", right=True, drop=2),
-    Column("step", right=True),
-    Column("spread", right=True, drop=3),
-    Column("ratio", right=True),
-    Column("memory", right=True, drop=1),
-    Column("runs", drop=4),
-)
+_TIMED = frozenset("--bench --rounds --device --timeout --json --quiet --verbose --color".split())
 
 
-def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "bench",
-        help="how long does a small step of each config take? they take turns",
-        description="How long does a small step of each config take, and how much memory? They take turns. Where a "
-        "config differs from the first by no more than single rounds differ, that is called no difference. Nothing is "
-        "judged, except that a loss that is not finite ends with 1.",
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """What is timed in place of being judged."""
+    files = (
+        "say how long a small step of each of these configs takes, and how much memory; they take turns, and nothing "
+        "is judged, except that a loss that is not finite ends with 1"
     )
-    files = "a JSON file, as advise --write makes it; the others are compared with the first"
-    add(parser, "config", None, files, nargs="+")
-    add(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", whole, default=5)
-    add_world(parser)
-    add_outputs(parser, what="the numbers")
-    parser.set_defaults(run=_bench)
+    add(parser, "--bench", "FILE", files, nargs="+", default=[], rare=True)
+    often = "with --bench: how often each takes its turn, after one that does not count"
+    add(parser, "--rounds", "N", often, whole, default=5, rare=True)
 
 
-def _bench(options: argparse.Namespace) -> int:
+def bench_configs(options: argparse.Namespace) -> int:
+    """``validate`` with ``--bench``: how long the configs take, side by side with the first."""
+    refuse_unused(options, sorted(options.given - _TIMED), "with --bench, which times configs")
     check_count("--rounds", options.rounds, least=FEWEST, most=_MOST)
-    configs = [read_config(path) for path in options.config]
+    configs = [read_config(path) for path in options.bench]
     works, device = [work_of(config) for config in configs], device_of(options, configs)
     for name, work in ((config.name, work) for config, work in zip(configs, works, strict=True)):
         if isinstance(work, Case) and work.runtime != OWN:
@@ -76,7 +63,7 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: 
     terminal, device = Terminal(), setting.chosen_device
     works = [replace(work, device=device) if isinstance(work, Case) else work for _, work in wanted]
     timings = [Timing(config.name, *_describe_work(work)) for (config, _), work in zip(wanted, works, strict=True)]
-    with setting.outputs.open("bench") as files, setting.world() as world:
+    with setting.outputs.open("validate") as files, setting.world() as world:
         for config, work in wanted:
             tell_notes(config, work)
         if many := warn_of_crowd(max(work.ranks for work in works)):
@@ -98,7 +85,7 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: 
             terminal.say(f"{one.name}: {found}; `pipeproof validate --config {one.name}` says where")
         vacuous = not done or not all(one.losses for one in timings)
         status = WRONG if strange else NO_VERDICT if failed or vacuous else 0
-        return files.finish(status, rounds=done, timings=[_data(one, timings[0]) for one in timings])
+        return files.finish(status, rounds=done, timings=[as_data(one, timings[0]) for one in timings])
 
 
 def _take_turns(works: Sequence[Work], timings: list[Timing], world: "World", rounds: int) -> None:
@@ -126,21 +113,9 @@ def _describe_work(work: Work) -> tuple[str, str]:
 
 def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
     first, *others = timings
-    rows = [
-        (
-            one.name,
-            str(len(one.bytes)),
-            f"{one.seconds * 1e3:.2f} ms",
-            f"{one.spread:.0%}",
-            f"{Ratio(first, one).value:.2f}",
-            f"{max(one.bytes, default=0) / 2**20:.2f} MiB",
-            one.runs,
-        )
-        for one in timings
-    ]
-    terminal.say(table(_COLUMNS, rows, terminal.width))
+    terminal.say(timing_table(timings, terminal.width))
     for one in others:
-        terminal.say("\n".join(_compare_medians(first, one)))
+        terminal.say("\n".join(compare_medians(first, one)))
     terminal.detail(
         f"{some(len(first.rounds), 'round')} each. step: the median of the slowest rank. spread: the slowest round to "
         "the fastest. memory: parameters and what a step allocates, at most, of the rank with most."
@@ -149,26 +124,3 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
         terminal.detail(f"{said}.")
     over, of = (" over gloo on a CPU", "GPUs, or of ") if device == CPU else ("", "")
     terminal.detail(f"These are small steps{over}: their times say little of {of}large models.")
-
-
-def _compare_medians(first: Timing, other: Timing) -> Iterator[str]:
-    """How the other compares, in words."""
-    ratio = Ratio(first, other)
-    each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"
-    if len(first.rounds) < FEWEST:
-        yield f"{other.name} and {first.name}: too few rounds to compare"
-    elif ratio.noise:
-        known = f"no difference from {first.name} that can be told from noise"
-        yield f"{other.name}: {known}: ratio {ratio.value:.2f}, {each}"
-    else:
-        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}, {each}"
-    if first.work != other.work:
-        yield f"{other.name} has other work: {other.work}; {first.name}: {first.work}"
-
-
-def _data(one: Timing, first: Timing) -> dict[str, object]:
-    data = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(one).items()}
-    if not one.rounds:
-        return data | dict.fromkeys(("seconds", "spread", "ratio", "noise"))
-    ratio = Ratio(first, one)
-    return data | {"seconds": one.seconds, "spread": one.spread, "ratio": ratio.value, "noise": ratio.noise}

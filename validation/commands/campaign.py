@@ -106,7 +106,7 @@ class Setting:
         return self.device
 
 
-Then = Callable[[], None]  # what is left to do once a verdict is told
+Then = Callable[[], None]  # what is left to do after a verdict is shown
 
 
 @dataclass(frozen=True)

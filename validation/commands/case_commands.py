@@ -1,18 +1,20 @@
-"""The commands about cases and records, as options: ``validate``, ``fuzz``, ``gate``, ``replay``, ``record`` and so on.
+"""The commands that run steps: ``validate``, ``replay``, ``fuzz``, ``gate`` and ``mutate``, as options.
 
-torch is imported by the one that runs, and meanwhile by the fork server where ranks will.
+Each runs a step of the user's where one is named, and pipeproof's own schedules otherwise. torch is imported by the one
+that runs, and meanwhile by the fork server where ranks will.
 """
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeproof.commands.option_parser import UsageError, add, add_flag, refuse_unused, whole
+from pipeproof.commands.option_parser import add, add_flag, refuse_unused, whole
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
+from pipeproof.commands.own_step import OwnStep, add_step, is_step, step_of, steps_named
 from pipeproof.commands.selection import (
     COMPOSED,
     DTYPE_NAMES,
+    OF_TABLE,
     add_config,
     add_table,
     add_timeout,
@@ -25,7 +27,7 @@ from pipeproof.commands.selection import (
     tell_notes,
 )
 from pipeproof.commands.simulation_options import add_search, add_simulation, decisions_of, search_of
-from pipeproof.commands.work import case_of, work_of
+from pipeproof.commands.work import work_of
 from pipeproof.own.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.own.runtimes import OWN, TORCH
 from pipeproof.pipeline.files import is_csv
@@ -40,50 +42,77 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 _NOT_COMPOSED = ("--record", "--profile")  # what a composed check has not
 _EVERY = ("all", *SCHEDULES)
+_OF_STEP = frozenset(
+    "--reference --microbatches --ranks --loss-fn --optimizer --contract --timeout --device --world --transport --room "
+    "--interleaving --interleavings --exhaust --json --html --quiet --verbose --color".split()
+)
 
 
 def add_case_commands(commands: Commands) -> None:
-    """Add the eight commands."""
-    for add_command in (_add_validate, _add_replay, _add_fuzz, _add_gate, _add_records, _add_specimens):
+    """Add the commands."""
+    for add_command in (_add_validate, _add_replay, _add_fuzz, _add_mutate, _add_gate):
         add_command(commands)
+
+
+def own_step(options: argparse.Namespace, name: str | None, *more: str) -> OwnStep | None:
+    """The user's step that is asked for; raises where the command line says what has no effect on one.
+
+    ``more``: options that have.
+    """
+    if (step := step_of(options, name)) is not None:
+        refuse_unused(options, sorted(options.given - _OF_STEP - {*more}), "on a step of yours")
+    return step
 
 
 def _add_validate(commands: Commands) -> None:
     parser = commands.add_parser(
         "validate",
-        help="run schedules beside the reference and compare everything",
-        description="Run schedules beside the reference and compare everything: by default every schedule, with a GPT "
-        "and with one whose weights are tied.",
+        help="is a step right? it runs on ranks, and beside it on one device",
+        description="Run a step of yours beside its reference and compare everything. Without STEP, run the built-in "
+        "schedules: by default every one, with a GPT and with one whose weights are tied.",
     )
-    add_table(parser)
+    add_step(parser, shape=True)
+    add_table(parser, of_steps=True)
     if is_present("primitives"):
         from pipeproof.commands.primitive_commands import add_stacks
 
         add_stacks(parser)
     add_config(parser)
-    add_flag(parser, "--profile", says="print where each rank's time went")
+    add_flag(parser, "--profile", says="print where each rank's time went", rare=True)
     _add_check(parser)
     add_world(parser)
     add_simulation(parser)
     add_outputs(parser, page=True, record=True)
+    if is_present("primitives"):
+        from pipeproof.commands.bench_command import add_bench
+
+        add_bench(parser)
     parser.set_defaults(run=_validate)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     about = "whole: beside a reference on one device; composed: each stage is run again on its own rank"
-    add(parser, "--check", None, f"{about} (default: whole)", choices=("whole", COMPOSED), default="whole")
+    choices = ("whole", COMPOSED)
+    add(parser, "--check", None, f"{about} (default: whole)", choices=choices, default="whole", rare=True)
 
 
 def _add_fuzz(commands: Commands) -> None:
-    parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
+    parser = commands.add_parser(
+        "fuzz",
+        help="run many random cases; a failure shrinks to a line that replays it",
+        description="Run many random cases: of a step of yours, or without STEP of the built-in schedules.",
+    )
+    add_step(parser)
     add(parser, "--cases", "N", "how many are drawn", whole, default=200)
     add(parser, "--seed", "N", "one seed draws the same cases again", whole, default=0)
-    add(parser, "--schedule", "NAME,...", f"all, or some of {', '.join(SCHEDULES)}", known=_EVERY, default="all")
-    add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES))
+    names = f"all, or some of {', '.join(SCHEDULES)}"
+    add(parser, "--schedule", "NAME,...", names, known=_EVERY, default="all")
+    add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES), rare=True)
     add(parser, "--max-ranks", "P", "the most ranks that a drawn case may have", whole, default=4)
     runtimes = "which one runs them: torch is torch.distributed.pipelining"
-    add(parser, "--runtime", None, runtimes, choices=(OWN, TORCH), default=OWN)
-    add(parser, "--resume", "FILE", "where a long campaign says how far it has come; the same call goes on from there")
+    add(parser, "--runtime", None, runtimes, choices=(OWN, TORCH), default=OWN, rare=True)
+    far = "where a long campaign says how far it has come; the same call goes on from there"
+    add(parser, "--resume", "FILE", far, rare=True)
     _add_check(parser)
     add_world(parser)
     add_simulation(parser, drawn=True)
@@ -92,16 +121,23 @@ def _add_fuzz(commands: Commands) -> None:
 
 
 def _add_gate(commands: Commands) -> None:
-    about = "decide whether to merge: the table of schedules, fuzzing, and a planted fault"
-    parser = commands.add_parser("gate", help=about)
+    parser = commands.add_parser(
+        "gate",
+        help="decide whether to merge: steps or schedules, random cases, and a planted fault",
+        description="Decide whether to merge: every step of the table [tool.pipeproof.steps], and a fault in each, "
+        "which has to be caught. Where there is none, or --schedule names some: the built-in schedules, random cases "
+        "of them, and a planted fault.",
+    )
+    add(parser, "step", "STEP", "these steps of the table (default: all)", nargs="*")
     add_table(parser)
-    add(parser, "--cases", "N", "how many are drawn from the seed", whole, default=50)
-    add(parser, "--case", "LINE", "one more case, as replay takes it; may be given again", action="append", default=[])
+    add(parser, "--cases", "N", "how many cases of schedules are drawn from the seed", whole, default=50)
+    line = "one more case, as replay takes it; may be given again"
+    add(parser, "--case", "LINE", line, action="append", default=[], rare=True)
     most = "the most ranks that a drawn case may have (default: as in the table)"
-    add(parser, "--max-ranks", "P", most, whole)
+    add(parser, "--max-ranks", "P", most, whole, rare=True)
     add_file(parser, "--junit", "write a test report there")
-    add_file(parser, "--summary", "write a table in Markdown there")
-    add(parser, "--artifacts", "DIR", "write the records of failing cases there")
+    add_file(parser, "--summary", "write verdicts in Markdown there")
+    add(parser, "--artifacts", "DIR", "write what is known of failing cases there")
     add(parser, "--annotations", None, "print failures as annotations for GitHub Actions", choices=("github",))
     add_world(parser)
     add_simulation(parser)
@@ -110,18 +146,57 @@ def _add_gate(commands: Commands) -> None:
 
 
 def _add_replay(commands: Commands) -> None:
-    parser = commands.add_parser("replay", help="run one case again, and say all about it")
-    line = "the line that a failure printed, e.g. 1f1b r4 s4 m8 split=2,2,2,2 seed=17; quotes may be left out"
+    parser = commands.add_parser("replay", help="run one case, or a step of yours, again; say all about it")
+    line = "what a failure printed: 1f1b r4 s4 m8 split=2,2,2,2 seed=17 (quotes may be left out), or a step of yours"
     add(parser, "case", None, line, nargs="+")
-    add(parser, "--plugin", "FILE", "a Python file that registers the specimen of the line")
+    add_step(parser, positional=False)
+    add(parser, "--plugin", "FILE", "a Python file that registers the specimen of the line", rare=True)
     _add_check(parser)
-    add_timeout(parser)
+    add_world(parser)
     add_simulation(parser)
     add_outputs(parser, what="the verdict", page=True, record=True)
     parser.set_defaults(run=_replay)
 
 
+def _add_mutate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "mutate",
+        help="plant faults, in a step of yours or in schedules; see that each is caught",
+        description="Plant faults and see that each is caught: in a step of yours, which should then be no pass. "
+        "Without STEP, plant the specimens of the catalogue, or your own, in the built-in schedules.",
+    )
+    add_step(parser)
+    add_flag(parser, "--list", says="a line for each fault; nothing runs")
+    add(parser, "--only", "NAME,...", "these faults alone (default: all)", known=_all_specimens, default="")
+    there = "plant each on these schedules, or on all, and not in its smallest case"
+    add(parser, "--schedule", "NAME,...", there, known=_EVERY, default="")
+    where = "where ranks compute (default: cpu); other devices show more faults than the CPU does"
+    add(parser, "--device", "TYPE", where, parse_device, default=CPU)
+    add_search(parser)
+    own = "a Python file that registers specimens of your own: those alone, unless --only says more"
+    add(parser, "--plugin", "FILE", own)
+    add_flag(parser, "--shrink", says="shrink a random failing case of each to its smallest", rare=True)
+    add(parser, "--seed", "N", "one seed lets --shrink draw the same cases again", whole, default=0, rare=True)
+    add_flag(parser, "--final-only", says="name faults from final gradients alone: record no tensors", rare=True)
+    add_timeout(parser)
+    add_outputs(parser, what="results")
+    parser.set_defaults(run=_mutate)
+
+
+def _all_specimens() -> Sequence[str]:
+    from pipeproof.wings.specimens import specimens_on
+
+    return specimens_on(AUTO, simulated=True)
+
+
 def _validate(options: argparse.Namespace) -> int:
+    if (step := own_step(options, options.step)) is not None:
+        return _validate_own(step, options)
+    if options.bench:
+        from pipeproof.commands.bench_command import bench_configs
+
+        return bench_configs(options)
+    refuse_unused(options, ["--rounds"], "without --bench")
     composed = options.check == COMPOSED
     refuse_unused(options, _NOT_COMPOSED, "with --check composed", where=composed)
     if is_present("primitives"):
@@ -145,37 +220,57 @@ def _validate(options: argparse.Namespace) -> int:
     return validate_all(cases, Setting.of(options, device=device), left_out=left_out)
 
 
+def _validate_own(step: OwnStep, options: argparse.Namespace, *, explain: bool = False) -> int:
+    start_fork_server()
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.step_commands import validate_step
+
+    return validate_step(step, Setting.of(options, explain=explain))
+
+
 def _gate(options: argparse.Namespace) -> int:
     refuse_unused(options, ["--max-ranks"], "with --cases 0", where=not options.cases)
-    table, missing = table_of(options)
+    steps = steps_named(options.step)
+    built_in = not steps or bool({"--schedule", "--case", "--cases"} & options.given)
+    of_cases = [*(f"--{name}" for name in OF_TABLE), "--max-ranks"]
+    refuse_unused(options, of_cases, "on steps of yours, unless --schedule names some, too", where=not built_in)
+    table, missing = table_of(options) if built_in else ([], {})
     start_fork_server()
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.gate import Plan, gate
 
+    budget = options.cases if built_in else 0
     if options.max_ranks is None:
-        options.max_ranks = max(case.ranks for case in table)
+        options.max_ranks = max((case.ranks for case in table), default=1)
     _check_draw(options, least=0)
     families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
-    if options.cases and not families:
-        raise CaseError(f"--cases {options.cases} are drawn from families, and --schedule names none: give --cases 0")
+    if budget and not families:
+        raise CaseError(f"--cases {budget} are drawn from families, and --schedule names none: give --cases 0")
     pinned = [Case.parse(text) for text in options.case]
     schedules = schedule_names(families) if families else []
-    plan = Plan(table, pinned, schedules, options.cases, options.seed, options.max_ranks, missing)
+    plan = Plan(table, pinned, schedules, budget, options.seed, options.max_ranks, missing, steps)
     return gate(plan, Setting.of(options), options)
 
 
 def _check_draw(options: argparse.Namespace, *, least: int) -> None:
     """Raise a ``ValueError`` for numbers of what is drawn that cannot be."""
     check_count("--cases", options.cases, least=least, most=MOST_ACTIONS)
-    check_count("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     check_count("--seed", options.seed, least=0, most=MOST_SEED)
+    if "max_ranks" in options:
+        check_count("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
+    _check_draw(options, least=1)
+    if (step := own_step(options, options.step, "--cases", "--seed")) is not None:
+        start_fork_server()
+        from pipeproof.commands.campaign import Setting
+        from pipeproof.commands.step_commands import fuzz_own
+
+        return fuzz_own(step, Setting.of(options), options)
     other = options.runtime != OWN
     refuse_unused(options, ["--dtype"], "with --runtime torch, which is run in fp32", where=other)
     refuse_unused(options, ["--check"], f"with --runtime {options.runtime}", where=other)
-    _check_draw(options, least=1)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
     start_fork_server()
     from pipeproof.commands.campaign import Setting
@@ -186,9 +281,16 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    if is_step(options.case):
+        (name,) = options.case
+        step = own_step(options, name)
+        assert step is not None, "it is named"
+        return _validate_own(step, options, explain=True)
+    step_of(options, None)
     case = Case.parse(" ".join(options.case))
     refuse_unused(options, _NOT_COMPOSED, "with --check composed", where=options.check == COMPOSED)
     refuse_unused(options, ["--plugin"], "on a line without specimen=", where=not case.specimen)
+    refuse_unused(options, ["--device", "--ranks", "--microbatches"], "on a line, which says it")
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
@@ -199,119 +301,38 @@ def _replay(options: argparse.Namespace) -> int:
     return validate_all([case], Setting.of(options, device=case.device, explain=True))
 
 
-def _add_records(commands: Commands) -> None:
-    recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
-    add(recorder, "case", None, "as replay takes it; quotes may be left out", nargs="*")
-    add_config(recorder)
-    add_file(recorder, "--out", "the record to write, a safetensors file", required=True)
-    recorder.set_defaults(run=_record)
-    comparer = commands.add_parser(
-        "compare",
-        help="is a run right? its record is judged by what was expected, or by a run that was right",
-        description="Is a run right? Its record is judged by what was expected, under any schedule, as a live run is. "
-        "Of two runs that both may be wrong, `pipeproof diff` says what is different. Of two folders that record_run "
-        "wrote in training loops, the first is taken to be right: it says at which step they part, and by what. Exit "
-        "status 3: bits differ, and nothing measured tells whether that is rounding.",
-    )
-    right = "what `pipeproof record` wrote, or the folder of a run that is right"
-    observed = (
-        "what validate or replay wrote with --record, or the folder of a run; its schedule, P and V may be others"
-    )
-    third = (
-        "the folder of a third run, right but with another order of sums: it measures what rounding does, step by step"
-    )
-    add(comparer, "expected", None, right)
-    add(comparer, "observed", None, observed)
-    add(comparer, "--also", "RUN", third)
-    add(comparer, "--until", "STEP", "of runs, the last step to compare (default: the last one)", whole)
-    differ = commands.add_parser(
-        "diff",
-        help="what did two runs do differently, and why? configs first, then numbers",
-        description="What did two runs do differently, and why? Their configs are compared first, then their numbers. "
-        "Then each is judged by what its own config asks for: the difference is an order of sums, another answer that "
-        "was asked for, or a fault of one of them. Exit status 0: the same, or no further apart than rounding; 1: "
-        "different, or one is wrong by its own config; 3: numbers alone do not decide.",
-    )
-    add(differ, "expected", "one", "what --record wrote in one run, or `pipeproof record`")
-    add(differ, "observed", "other", "what --record wrote in another run")
-    for parser, run in ((comparer, _compare), (differ, _diff)):
-        add_outputs(parser, what="the verdict", page=True)
-        parser.set_defaults(run=run)
-
-
-def _record(options: argparse.Namespace) -> int:
-    from pipeproof.commands.offline import record_case
-
-    if (options.config is None) == (not options.case):
-        raise UsageError(f"{options.prog}: expected either the line of a case or --config FILE; give one of the two")
-    if options.config is None:
-        return record_case(Case.parse(" ".join(options.case)), options.out)
-    config = config_of(options)
-    case = case_of(config)
-    tell_notes(config, case)
-    return record_case(case, options.out)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from pipeproof.commands.offline import compare_files, compare_folders
-
-    both = (options.expected, options.observed)
-    folders, files = [one for one in both if Path(one).is_dir()], [one for one in both if not Path(one).is_dir()]
-    if folders and files:
-        raise UsageError(
-            f"{folders[0]} is a folder, and {files[0]} is none: expected two runs, which are folders that record_run "
-            "wrote, or two records, which are files"
-        )
-    refuse_unused(options, ["--also", "--until"], "on records, which are files", where=not folders)
-    if files:
-        return compare_files(*both, outputs=Outputs.of(options))
-    if options.until is not None:
-        check_count("--until", options.until, least=0, most=MOST_ACTIONS)
-    return compare_folders(*both, also=options.also, until=options.until, outputs=Outputs.of(options))
-
-
-def _diff(options: argparse.Namespace) -> int:
-    from pipeproof.commands.offline import diff_files
-
-    return diff_files(options.expected, options.observed, outputs=Outputs.of(options))
-
-
-def _add_specimens(commands: Commands) -> None:
-    parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
-    add_flag(parser, "--list", says="a line for each; nothing runs")
-    there = "plant each on these schedules, or on all, and not in its smallest case"
-    add(parser, "--schedule", "NAME,...", there, known=_EVERY, default="")
-    add(parser, "--only", "NAME,...", "these specimens alone (default: all)", known=_all_specimens, default="")
-    where = "the type of device that ranks compute on (default: cpu); another one shows more faults than the CPU does"
-    add(parser, "--device", "TYPE", where, parse_device, default=CPU)
-    add_search(parser)
-    own = "a Python file that registers specimens of your own: those alone, unless --only says more"
-    add(parser, "--plugin", "FILE", own)
-    add_flag(parser, "--shrink", says="shrink a random failing case of each to its smallest")
-    add(parser, "--seed", "N", "one seed lets --shrink draw the same cases again", whole, default=0)
-    add_flag(parser, "--final-only", says="name faults from final gradients alone: record no tensors")
-    add_timeout(parser)
-    add_outputs(parser, what="results")
-    parser.set_defaults(run=_specimens)
-
-
-def _all_specimens() -> Sequence[str]:
-    from pipeproof.wings.specimens import specimens_on
-
-    return specimens_on(AUTO, simulated=True)
-
-
-def _specimens(options: argparse.Namespace) -> int:
-    from pipeproof.commands.campaign import Setting
-    from pipeproof.commands.catalogue import shrink_all, try_all
-    from pipeproof.wings.specimens import choose, listing, load
-
+def _mutate(options: argparse.Namespace) -> int:
+    step = own_step(options, options.step, "--only", "--list")
     places = ("--schedule", "--device", "--transport", "--interleavings", "--final-only")
     runs = (*places, "--shrink", "--seed", "--timeout", "--json")
     refuse_unused(options, runs, "with --list, which runs nothing", where=options.list)
     refuse_unused(options, ["--seed"], "without --shrink", where=not options.shrink)
     why = "with --shrink, which draws its own schedules and names nothing"
     refuse_unused(options, (*places, "--world"), why, where=options.shrink)
+    return _plant_own(step, options) if step is not None else _plant_specimens(options)
+
+
+def _plant_own(step: OwnStep, options: argparse.Namespace) -> int:
+    only = [name.strip() for name in options.only.split(",") if name]
+    if options.list:
+        from pipeproof.wings.mutate import MUTANTS, choose
+
+        Terminal().say("\n".join(f"{name:<24}{MUTANTS[name].summary}" for name in choose(only)))
+        return 0
+    start_fork_server()
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.step_commands import mutate_own
+
+    simulation = search_of(options)
+    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
+    return mutate_own(step, setting, only=only)
+
+
+def _plant_specimens(options: argparse.Namespace) -> int:
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.catalogue import shrink_all, try_all
+    from pipeproof.wings.specimens import choose, listing, load
+
     simulation, own = search_of(options), [] if options.plugin is None else load(options.plugin)
     simulated = simulation is not None
     if options.list:

@@ -55,7 +55,7 @@ def try_all(
     )
     trials = list["Trial"]()
     columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
-    with setting.outputs.open("specimens") as files, setting.world() as world:
+    with setting.outputs.open("mutate") as files, setting.world() as world:
         terminal.detail(header(columns, terminal.width))
         with files.asked:
             for trial in terminal.in_turn([(said, partial(run, world)) for said, run in runs]):
@@ -83,7 +83,7 @@ def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     from pipeproof.wings.specimens import SPECIMENS, shrink
 
     terminal, found = Terminal(), list["Shrunk"]()
-    with setting.outputs.open("specimens") as files, setting.world() as world:
+    with setting.outputs.open("mutate") as files, setting.world() as world:
         with files.asked:
             for one in terminal.in_turn([(name, partial(shrink, SPECIMENS[name], world, seed=seed)) for name in names]):
                 found.append(one)
@@ -132,11 +132,3 @@ def _passes(case: Case, control: "Entry", world: World) -> bool:
         if validate_case(case, world, measure=False)[0].outcome != "pass":
             return False
     return True
-
-
-def _group_by_reason(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
-    """By reason: the specimens, each with its schedules."""
-    by_reason: dict[str, dict[str, list[str]]] = {}
-    for (name, schedule), why in left_out.items():
-        by_reason.setdefault(why, {}).setdefault(name, []).append(schedule)
-    return {why: [f"{n} on {' '.join(where)}" for n, where in those.items()] for why, those in by_reason.items()}

@@ -1,8 +1,6 @@
 """How a command ends: its exit status, and on standard error the one sentence that says why there is no result."""
 
 import atexit
-import errno
-import io
 import os
 import signal
 import sys
@@ -10,13 +8,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager
 from types import FrameType, MappingProxyType
-from typing import Any, NoReturn, Self, TextIO
+from typing import NoReturn, Self
 
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.launcher import reports
-from pipeproof.worlds.output_file import OutputError
+from pipeproof.worlds.standard_output import ReaderGone, discard, standard_output
 from pipeproof.worlds.timeout import END_S, LOOK_S
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
@@ -45,9 +43,9 @@ class AskedToEnd(BaseException):
 
 
 class Asked:
-    """A block that a request to end does end, but nothing more: what was found in it can still be told.
+    """A block that a request to end ends alone: results so far are still reported.
 
-    ``request`` is then what asked; who has told all raises it.
+    ``request``: what asked. Raise it after the report.
     """
 
     def __init__(self) -> None:
@@ -149,68 +147,3 @@ def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[[
         again.start()
 
     return insist
-
-
-class ReaderGone(Exception):
-    """Whoever read standard output has stopped, as ``head`` does."""
-
-
-@contextmanager
-def standard_output() -> Iterator[None]:
-    """Raise ``ReaderGone`` or ``OutputError`` where standard output takes no more, at the latest at the end."""
-    if sys.stdout is None:  # Python's way to say so; the next file to be opened would take its place
-        raise OutputError("cannot write standard output: it is closed; send it to a file, or to /dev/null")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(_WatchedStream(sys.stdout if reports() else nowhere)):
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-
-
-class _WatchedStream:
-    """A stream whose failures can be told from those of files and connections."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream  # of text, or of bytes
-
-    def write(self, content: Any) -> int:
-        raw = getattr(self._stream, "buffer", self._stream)
-        with self._watching():
-            if not isinstance(raw, io.RawIOBase):
-                return int(self._stream.write(content))
-            # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
-            data = content if isinstance(content, bytes) else content.encode(self.encoding, self.errors)
-            while data:
-                if (written := raw.write(data)) is None:
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                data = data[written:]
-            return len(content)
-
-    @property
-    def buffer(self) -> "_WatchedStream":
-        """Where bytes go."""
-        return _WatchedStream(self._stream.buffer)
-
-    def flush(self) -> None:
-        with self._watching():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError as error:
-            discard(self._stream)
-            raise ReaderGone from error
-        except OSError as error:
-            discard(self._stream)
-            raise OutputError(f"cannot write standard output: {error.strerror or error}; send it elsewhere") from error
-
-
-def discard(stream: TextIO) -> None:
-    """Let what is left in the buffer go nowhere, or the interpreter fails once more when it ends."""
-    with suppress(OSError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""The gate of a merge: a table of schedules, lines of earlier failures, fuzzing, and a fault that must be caught."""
+"""The gate of a merge: steps of the user's, schedules, earlier failures, fuzzing, and faults that must be caught."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from pipeproof.commands.campaign import Setting, enough_ranks, validate_case
 from pipeproof.commands.outputs import document
+from pipeproof.commands.own_step import OwnStep
+from pipeproof.commands.step_commands import COLUMNS as STEP_COLUMNS
+from pipeproof.commands.step_commands import judge_step
+from pipeproof.commands.step_commands import line as line_of_step
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case, CaseError
@@ -26,13 +32,15 @@ from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.world import World
 
 PLANTED = "layernorm-zero"  # what the gate plants to see that it can fail: the loss stays right
+PLANTED_IN_STEPS = "gradient-doubled"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a gate runs: ``table`` and ``pinned`` cases, then ``budget`` drawn ones of ``schedules`` from ``seed``.
+    """What a gate runs: ``steps``, ``table`` and ``pinned`` cases, and a ``budget`` of drawn ones.
 
-    ``missing`` are schedules that were asked for and cannot be, with the reason: a gate without them is short.
+    Drawn are cases of ``schedules``, from ``seed``. ``missing`` are schedules that were asked for and cannot be, with
+    the reason: a gate without them is short.
     """
 
     table: Sequence[Case]
@@ -42,12 +50,18 @@ class Plan:
     seed: int
     max_ranks: int
     missing: Mapping[str, str] = field(default_factory=dict)
+    steps: Sequence[OwnStep] = ()
+
+    @property
+    def of_cases(self) -> int:
+        """How many cases of built-in schedules there are, without the planted one."""
+        models = {case.model for case in self.table}
+        return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget
 
     @property
     def case_count(self) -> int:
-        """How many cases must run, the planted one included."""
-        models = {case.model for case in self.table}
-        return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget + 1
+        """How many cases must run, the planted ones included."""
+        return 2 * len(self.steps) + self.of_cases + bool(self.of_cases)
 
 
 def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
@@ -55,8 +69,9 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
 
     ``options`` say where reports go: ``junit``, ``summary``, ``artifacts`` and ``annotations``.
     """
-    if not plan.case_count - 1:
+    if not plan.case_count:
         raise CaseError("a gate of no cases: give --cases, --case or --schedule")
+    loaded = [step.load() for step in plan.steps]
     for case in plan.pinned:
         specimen(case.specimen)
     folder = None if options.artifacts is None else Path(options.artifacts)
@@ -75,17 +90,20 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
     ):
         run = _GateRun(world, device, terminal)
         with files.asked:
-            run.table(plan)
-            run.fuzz(plan)
-            run.run_planted()
-        result = GateResult(run.results, plan.case_count, plan.seed, dict(plan.missing))
+            for step, given in zip(plan.steps, loaded, strict=True):
+                run.step(step, given, setting)
+            if plan.of_cases:
+                run.table(plan)
+                run.fuzz(plan)
+                run.run_planted()
+        result = GateResult(run.results, plan.case_count - run.unplanted, plan.seed, dict(plan.missing))
         for one in result.not_passed[:SHOWN]:
             terminal.say(one.story, one.verdict.outcome)
         terminal.say(str(result))
         if options.annotations == "github" and result.status:
             terminal.say("\n".join(annotations(result)))
         xml.write(junit(result))
-        summary.write(markdown(result).encode())
+        summary.write(markdown(result, page=options.html or "").encode())
         if folder is not None:
             _keep(folder, result, run.observed)
         groups = [{"group": one.group, "gate_outcome": one.outcome} for one in result.cases]
@@ -102,7 +120,30 @@ class _GateRun:
         self._device = device
         self._terminal = terminal
         self.results: list[CaseResult] = []
-        self.observed: dict[Case, Observed] = {}
+        self.unplanted = 0
+        self.observed: dict[str, tuple[Case, Observed]] = {}
+
+    def step(self, step: OwnStep, given: dict[str, Any], setting: Setting) -> None:
+        """A step of the user's, and then the same with a fault in it."""
+        from pipeproof.wings.mutate import PlantedStep
+
+        def judge(run: Any, title: str) -> Verdict:
+            with self._terminal.progress(title):
+                return judge_step(step, given | {"step": run}, self._world, setting)
+
+        verdict, planted = judge(given["step"], step.name), f"{step.name} with {PLANTED_IN_STEPS}"
+        if not self.results:
+            self._terminal.detail(header(STEP_COLUMNS, self._terminal.width))
+        shown = line_of_step(step, verdict, self._terminal.width)
+        self._terminal.tell(shown, verdict.word, passed=verdict.outcome == "pass")
+        self.results.append(CaseResult("step", step.name, verdict, step.name))
+        if verdict.outcome != "pass":  # it would be no pass with a fault, either
+            self.unplanted += 1
+            return
+        with TemporaryDirectory() as folder:
+            wrong = judge(PlantedStep(given["step"], PLANTED_IN_STEPS, step.processes - 1, folder), planted)
+        self.results.append(CaseResult("planted", planted, wrong, step.name, fault=PLANTED_IN_STEPS))
+        self._terminal.say(self.results[-1].headline)
 
     def table(self, plan: Plan) -> None:
         """Every schedule that was asked for, and the pinned lines: a line each."""
@@ -113,10 +154,10 @@ class _GateRun:
         wanted = [replace(case, device=self._device) for case in (*plan.table, *plan.pinned)]
         runs = [(str(case), partial(self._judge, case, self._world, measure=True)) for case in wanted]
         for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=plan.case_count), strict=True):
-            if not self.results:
+            if case is wanted[0]:
                 terminal.detail(header(COLUMNS, terminal.width))
             terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
-            self.results.append(CaseResult(group, case, verdict))
+            self.results.append(_of_case(group, case, verdict))
 
     def fuzz(self, plan: Plan) -> None:
         """Drawn cases, up to the first that is no pass, which is shrunk."""
@@ -126,7 +167,7 @@ class _GateRun:
 
         def run(case: Case, world: World) -> Verdict:
             verdict = self._judge(case, world)
-            drawn.append(CaseResult("fuzz", case, verdict))
+            drawn.append(_of_case("fuzz", case, verdict))
             return verdict
 
         with self._terminal.progress("fuzzing") as show, enough_ranks():
@@ -144,32 +185,38 @@ class _GateRun:
         self.results += takewhile(lambda one: one.outcome == "pass", drawn)
         if found is not None:  # in the place of all that shrinking tried
             assert found.verdict is not None, "run returns a verdict also where ranks failed"
-            self.results.append(CaseResult("fuzz", found.case, found.verdict))
+            self.results.append(_of_case("fuzz", found.case, found.verdict))
 
     def run_planted(self) -> None:
         """A case with a fault in it: a gate that cannot fail proves nothing."""
         case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
-        self.results.append(CaseResult("planted", case, self._judge(case, self._world)))
+        self.results.append(_of_case("planted", case, self._judge(case, self._world)))
         self._terminal.say(self.results[-1].headline)
 
     def _judge(self, case: Case, world: World, *, measure: bool = False) -> Verdict:
         verdict, observed = validate_case(case, world, measure=measure)
         if verdict.outcome != "pass" and observed is not None:
-            self.observed[case] = observed
+            self.observed[str(case)] = case, observed
         return verdict
 
 
-def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -> None:
+def _of_case(group: Group, case: Case, verdict: Verdict) -> CaseResult:
+    size = (case.stages, case.microbatches)
+    return CaseResult(group, str(case), verdict, case.built.name, size, case.specimen)
+
+
+def _keep(folder: Path, result: GateResult, observed: Mapping[str, tuple[Case, Observed]]) -> None:
     """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
     for number, one in enumerate(result.not_passed[:SHOWN], start=1):
-        name = str(folder / f"{number}-{one.case.built.name}")
+        name = str(folder / f"{number}-{one.kind}")
         with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
             text.write(f"{one.verdict.details}\n".encode())
             data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
-        if one.case in observed:
+        if one.title in observed:
+            case, found = observed[one.title]
             with OutputFile(f"{name}.expected") as expected_file, OutputFile(f"{name}.observed") as observed_file:
-                write(record_expected(replace(one.case, specimen="")), expected_file)
-                write(record_observed(one.case, observed[one.case]), observed_file)
+                write(record_expected(replace(case, specimen="")), expected_file)
+                write(record_observed(case, found), observed_file)
 
 
 def _page(result: GateResult) -> str:

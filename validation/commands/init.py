@@ -1,4 +1,4 @@
-"""``init``: a test file for a user's own code, which runs as it is. It never overwrites."""
+"""``init``: a test file for a user's own code, which runs as it is, or a workflow for GitHub. It never overwrites."""
 
 import argparse
 import ast
@@ -14,15 +14,18 @@ from pipeproof.worlds.output_file import OutputError
 
 STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan", "nanotron", "colossalai", "transformers")
 _NAME = "test_my_pipeline.py"
+GITHUB, _WORKFLOW = "github", ".github/workflows/pipeline.yml"
+KINDS = (*STARTERS, GITHUB)
 
 
 def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
-    about = "write a test file for your own pipeline, which runs as it is, with three places to change"
+    about = "write a test of your own pipeline, which runs as it is, with three places to change; or a CI workflow"
     parser = commands.add_parser("init", help=about)
-    kinds = f"one of {', '.join(STARTERS)}; --list says what each is for"
-    add(parser, "kind", None, kinds, known=STARTERS, nargs="?", default=STARTERS[0])
-    add(parser, "file", "FILE", f"the file to write, or - for standard output (default {_NAME})", nargs="?")
+    kinds = f"one of {', '.join(KINDS)}; --list says what each is for"
+    add(parser, "kind", None, kinds, known=KINDS, nargs="?", default=STARTERS[0])
+    names = f"the file to write, or - for standard output (default {_NAME}, or {_WORKFLOW})"
+    add(parser, "file", "FILE", names, nargs="?")
     add_flag(parser, "--list", says="say what each is for, and write nothing")
     parser.set_defaults(run=_init)
 
@@ -30,22 +33,25 @@ def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _init(options: argparse.Namespace) -> int:
     terminal = Terminal()
     if options.list:
-        width = max(map(len, STARTERS))
-        for kind in STARTERS:
+        width = max(map(len, KINDS))
+        for kind in KINDS:
             terminal.say(f"{kind:<{width}}  {summary(kind)}")
         return 0
-    kind, file = options.kind, options.file or _NAME
+    kind, file = options.kind, options.file or (_WORKFLOW if options.kind == GITHUB else _NAME)
     if options.file is None and (kind == "-" or kind.endswith(".py")):
         kind, file = STARTERS[0], kind
-    if kind not in STARTERS:
-        raise ValueError(f"unknown kind {kind!r}: {list_known(kind, STARTERS)}; pipeproof init --list says what for")
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: {list_known(kind, KINDS)}; pipeproof init --list says what for")
     if file == "-":
         terminal.say(text(kind).rstrip("\n"))
         return 0
-    write_new(file, text(kind))
+    write_new(file, text(kind), is_test=kind != GITHUB)
     terminal.say(f"{file}: {summary(kind)}")
     if need := requirements(kind):
         terminal.detail(need)
+    if kind == GITHUB:
+        terminal.detail("Name your steps in pyproject.toml, [tool.pipeproof.steps]; try it:  pipeproof gate")
+        return 0
     terminal.detail(f"It runs as it is:  pytest {shlex.quote(file)}")
     terminal.detail("Then change the three places that are marked CHANGE: model, data, step.")
     return 0
@@ -53,7 +59,8 @@ def _init(options: argparse.Namespace) -> int:
 
 def text(kind: str) -> str:
     """The file of this kind."""
-    return files("pipeproof.commands").joinpath("starters", f"{kind}.py").read_text(encoding="utf-8")
+    name = f"{kind}.yml" if kind == GITHUB else f"{kind}.py"
+    return files("pipeproof.commands").joinpath("starters", name).read_text(encoding="utf-8")
 
 
 def summary(kind: str) -> str:
@@ -67,17 +74,23 @@ def requirements(kind: str) -> str:
 
 
 def _list_kind(kind: str) -> list[str]:
+    if kind == GITHUB:
+        return ["A workflow for GitHub Actions: your tests, then your steps, on every push; random cases at night."]
     said = ast.get_docstring(ast.parse(text(kind)))
     assert said, f"{kind} says what it is for"
     return [" ".join(part.split()) for part in said.split("\n\n")]
 
 
-def write_new(file: str, content: str) -> None:
-    """Write ``content`` to a file that pytest collects and that is not there yet. Raises ``OutputError``."""
+def write_new(file: str, content: str, *, is_test: bool = True) -> None:
+    """Write ``content`` to a new file, that pytest or GitHub finds by its name. Raises ``OutputError``."""
     path = Path(file)
-    if not (path.name.startswith("test_") and path.suffix == ".py"):
+    if is_test and not (path.name.startswith("test_") and path.suffix == ".py"):
         raise OutputError(f"{file}: expected a name such as {_NAME}, for pytest collects test_*.py")
+    if not is_test and path.suffix not in (".yml", ".yaml"):
+        raise OutputError(f"{file}: expected a name such as {_WORKFLOW}, where GitHub looks for workflows")
     try:
+        if file == _WORKFLOW:  # which GitHub wants there
+            path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("x", encoding="utf-8")
     except FileExistsError:
         raise OutputError(f"{file} is there already, and init overwrites nothing: give another FILE") from None

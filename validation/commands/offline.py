@@ -1,4 +1,4 @@
-"""What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
+"""What the commands ``record`` and ``compare`` do: no rank is started."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,12 +40,14 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, observed: str, *, outputs: Outputs) -> int:
-    """Judge the record in one file by that in another; returns the exit status."""
+def compare_files(expected: str, observed: str, *, why: bool, outputs: Outputs) -> int:
+    """Judge the record in one file by that in another; returns the exit status.
+
+    ``why``: first say how their configs differ, and then why the numbers do; as of two runs that both may be wrong.
+    """
     first, second = read(expected), read(observed)
-    if first.kind == "observed":
-        wanted = "expected first what `pipeproof record` wrote; of two runs, `pipeproof diff` says what is different"
-        raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
+    if why or first.kind == "observed":
+        return _compare_runs(first, second, (expected, observed), outputs)
     with outputs.open("compare") as files:
         verdict = compare(first, second, rerun=f"pipeproof compare {expected} {observed}")
         Terminal().verdict(verdict)
@@ -66,12 +68,11 @@ def compare_folders(good: str, observed: str, *, also: str | None, until: int | 
         return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
 
 
-def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
+def _compare_runs(first: Record, second: Record, names: tuple[str, str], outputs: Outputs) -> int:
     """Say what is different in two records, the configs first, and why; returns the exit status."""
-    first, second = read(one), read(other)
     differences = [*config_differences(first, second)]
-    with outputs.open("diff") as files:
-        verdict, why = _explain_difference(first, second, (one, other))
+    with outputs.open("compare") as files:
+        verdict, why = _explain_difference(first, second, names)
         rows = [tuple(str(part) or "-" for part in row) for row in differences]
         Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
         Terminal().verdict(verdict)
@@ -88,7 +89,7 @@ def _explain_difference(first: Record, second: Record, files: tuple[str, str]) -
 
     Raises ``OtherSteps`` where numbers cannot be compared, and the configs do not explain it.
     """
-    rerun = f"pipeproof diff {files[0]} {files[1]}"
+    rerun = f"pipeproof compare {files[0]} {files[1]}{' --why' * (first.kind == 'expected')}"
     with Terminal().progress("what each config asks for, on one device"):
         try:
             verdict = compare(first, second, rerun=rerun, sides=JUDGED if first.kind == "expected" else RUNS)

@@ -6,6 +6,7 @@ Numbers are as options take them: argparse adds the option's name to what is sai
 import argparse
 import math
 import re
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 from pipeproof.pipeline.schedules import list_known, nearest
 from pipeproof.pipeline.sizes import is_number, number_wanted
+from pipeproof.reports.columns import columns
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
@@ -27,6 +29,9 @@ class UsageError(ValueError):
 class _Help(argparse.HelpFormatter):
     """As argparse's, but defaults are said, and what is to be typed stays in one piece where it has a hyphen."""
 
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=columns() - 2)
+
     def _get_help_string(self, action: argparse.Action) -> str:
         said = action.help or ""
         none = isinstance(action.default, bool | None) or action.default in ("", (), [], argparse.SUPPRESS)
@@ -37,12 +42,49 @@ class _Help(argparse.HelpFormatter):
         return fill(whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
+class _HelpAll(argparse.Action):
+    """As ``--help``, with the options that few need."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, OptionParser), "which alone has it"
+        parser._print_message(parser.format_help(every=True), sys.stdout)
+        parser.exit()
+
+
 class OptionParser(argparse.ArgumentParser):
     """As argparse's, but it raises ``UsageError`` where that would print and exit, and knows ``-1,9`` for a value."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False, formatter_class=_Help)
+        super().__init__(**options, allow_abbrev=False, formatter_class=_Help, add_help=False)
         self._negative_number_matcher = _NEGATIVE
+        self.add_argument("-h", "--help", action="help", help="say what there is, and how it is used")
+        self.add_argument(
+            "--help-all",
+            action=_HelpAll,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="the same, with the options that few need",
+        )
+
+    @property
+    def further(self) -> str:
+        """How many options are rare, in a sentence; empty where none is."""
+        count = sum(bool(vars(one).get("rare")) for one in self._actions)
+        return f"--help-all: {count} more options." if count else ""
+
+    def format_help(self, *, every: bool = False) -> str:
+        """All of it, or all but what is ``rare``."""
+        made = self._get_formatter()
+        named = [one for one in self._actions if one.required or not one.option_strings]
+        made.add_usage(self.usage, [*named, argparse.Action([], "options", nargs="?")], [])
+        made.add_text(self.description)
+        for group in self._action_groups:
+            made.start_section(group.title)
+            made.add_text(group.description)
+            made.add_arguments([one for one in group._group_actions if every or not vars(one).get("rare")])
+            made.end_section()
+        made.add_text(self.epilog)
+        return made.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Say where help is."""
@@ -83,21 +125,25 @@ def add(
 ) -> None:
     """An option or a positional argument: ``letter`` stands for its value, which ``kind`` makes of a word.
 
-    A shell that completes it offers the ``known`` names, also behind a comma; ``more`` is as argparse has it.
+    A shell that completes it offers the ``known`` names, also behind a comma; ``more`` is as argparse has it, but for
+    ``rare``: few need it, and ``--help`` leaves it out.
     """
+    rare = more.pop("rare", False)
 
     def completer(prefix: str = "", **_: object) -> list[str]:
         before = prefix[: prefix.rfind(",") + 1]
         return [before + name for name in (known() if callable(known) else known)]
 
     action = parser.add_argument(name, type=kind, metavar=letter, help=says, **more)
+    vars(action)["rare"] = rare
     if known:
         vars(action)["completer"] = completer
 
 
 def add_flag(parser: argparse._ActionsContainer, *names: str, says: str, **more: Any) -> None:
     """An option without a value."""
-    parser.add_argument(*names, action="store_true", help=says, **more)
+    rare = more.pop("rare", False)
+    vars(parser.add_argument(*names, action="store_true", help=says, **more))["rare"] = rare
 
 
 def whole(word: str) -> int:

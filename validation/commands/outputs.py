@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pipeproof.commands.ending import Asked
 from pipeproof.commands.option_parser import add
@@ -24,9 +24,9 @@ class OutPath(str):
     """The name of a file to write, as an option has it; ``-`` is standard output."""
 
 
-def add_file(parser: argparse.ArgumentParser, option: str, says: str, *, required: bool = False) -> None:
-    """An option that names a file to write."""
-    add(parser, option, "FILE", says, OutPath, required=required)
+def add_file(parser: argparse.ArgumentParser, option: str, says: str, **more: Any) -> None:
+    """An option that names a file to write; ``more`` is as ``add`` has it."""
+    add(parser, option, "FILE", says, OutPath, **more)
 
 
 def add_outputs(
@@ -34,10 +34,10 @@ def add_outputs(
 ) -> None:
     """The files that a command writes besides what it prints; ``page``: it has a page to show, ``record``: a record."""
     if record:
-        add_file(parser, "--record", "write what the ranks gave there, for compare and diff")
-    add_file(parser, "--json", f"write {what} there; - is standard output, as for every FILE that is written")
+        add_file(parser, "--record", "write what the ranks gave there, for compare", rare=True)
+    add_file(parser, "--json", f"write {what} there; - is standard output")
     if page:
-        add_file(parser, "--html", f"write {what} there as a page, to look at in a browser")
+        add_file(parser, "--html", f"write {what} there as a page for a browser")
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:

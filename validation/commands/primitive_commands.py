@@ -1,28 +1,26 @@
-"""``primitives``: every kind of parallelism, with what it saves and costs; ``validate --primitive`` and ``--stack``."""
+"""``validate --primitive`` and ``--stack``, and ``advise --primitive``: kinds of parallelism."""
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeproof.commands.option_parser import UsageError, add, refuse_unused
-from pipeproof.commands.outputs import Outputs, add_outputs
+from pipeproof.commands.outputs import Outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
-from pipeproof.core.mismatch import small
 from pipeproof.own.config import Config
-from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, check_count, some
-from pipeproof.reports.columns import Column, row, table
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, check_count
+from pipeproof.reports.columns import Column, row
 from pipeproof.reports.table import OUTCOME, count_compared, outcome
 from pipeproof.reports.terminal import Terminal
 from pipeproof.wings.primitives import (
+    LEGEND,
     ONE_DEVICE,
     PRIMITIVES,
-    SYMBOLS,
     VARIANTS,
-    Figures,
-    Primitive,
     Stack,
+    as_data,
+    describe,
     figures,
     find_primitive,
     smallest_stack,
@@ -36,26 +34,16 @@ if TYPE_CHECKING:
     from pipeproof.worlds.world import World
 
 _SAID = ("schedule", "virtual", "microbatches", "seed")  # what a stack takes of the options that say which case
-_NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
 _MICROBATCHES, _SCHEDULE = 4, "1f1b"
-
-
-def add_primitives_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command."""
-    about = "every kind of parallelism: what it saves and costs, what implements it, how it was validated"
-    parser = commands.add_parser("primitives", help=about)
-    add(parser, "name", None, "show only these (default: all)", nargs="*", known=PRIMITIVES)
-    add_outputs(parser, what="the table")
-    parser.set_defaults(run=_primitives)
 
 
 def add_stacks(parser: argparse.ArgumentParser) -> None:
     """What is validated in place of a case: primitives."""
     known = [*PRIMITIVES, *VARIANTS]
     each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
-    add(parser, "--primitive", "NAME,...", each, known=("all", *known), default="")
+    add(parser, "--primitive", "NAME,...", each, known=("all", *known), default="", rare=True)
     together = f"several kinds together, with the number of ranks of each: pp=2,tp=2,ddp=2; or {ONE_DEVICE}"
-    add(parser, "--stack", "NAME=N,...", together)
+    add(parser, "--stack", "NAME=N,...", together, rare=True)
 
 
 def asks_for_stacks(options: argparse.Namespace) -> bool:
@@ -63,42 +51,17 @@ def asks_for_stacks(options: argparse.Namespace) -> bool:
     return options.stack is not None or "--primitive" in options.given or bool(options.primitive)
 
 
-def _primitives(options: argparse.Namespace) -> int:
-    chosen = [PRIMITIVES[find_primitive(name, among=PRIMITIVES)] for name in options.name] or PRIMITIVES.values()
+def describe_primitives(text: str, outputs: Outputs) -> int:
+    """Say of each of these kinds of parallelism, or of all, what it saves and costs, and how it was validated."""
+    names = PRIMITIVES if text.strip().lower() == "all" else [name.strip() for name in text.split(",")]
+    chosen = [PRIMITIVES[find_primitive(name, among=PRIMITIVES)] for name in names]
     known = figures()
-    with Outputs.of(options).open("primitives") as files:
+    with outputs.open("advise") as files:
         for one in chosen:
-            Terminal().say("\n".join(_lines(one, known[one.name])) + "\n")
-        Terminal().detail(_LEGEND)
-        data = [_data(one, known[one.name]) for one in chosen]
+            Terminal().say("\n".join(describe(one, known[one.name], Terminal().width)) + "\n")
+        Terminal().detail(LEGEND)
+        data = [as_data(one, known[one.name]) for one in chosen]
         return files.finish(0, primitives=data)
-
-
-def _lines(one: Primitive, found: Figures) -> Iterator[str]:
-    ran = f"{found.passed} of {found.seeds} seeds pass on {some(found.ranks, 'rank')}, torch {found.torch}"
-    worst = f"worst error {small(found.worst)}, rounding {small(found.floor)}" if found.worst else "bit for bit"
-    rows = [
-        ("  saves", " ".join(one.saves)),
-        ("  costs", " ".join(one.costs)),
-        ("  by", one.implementation),
-        ("  here", f"{ran}: {found.parameters} gradients each, {worst}"),
-        ("  source", one.source),
-    ]
-    yield f"{one.name:<{_NAMES}}{one.title}"
-    yield table([Column(""), Column("")], rows, Terminal().width)
-
-
-_LEGEND = (
-    "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items()) + "\n"
-    "Bytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
-    "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,ddp=2` runs several together."
-)
-
-
-def _data(one: Primitive, found: Figures) -> dict[str, object]:
-    formulas = {what: {"formula": text, "of": of} for what, (text, of) in (("saves", one.saves), ("costs", one.costs))}
-    own = {"name": one.name, "title": one.title, "axes": list(one.axes), **formulas}
-    return {**own, "implementation": one.implementation, "source": one.source, "validated": asdict(found)}
 
 
 def validate_stacks(options: argparse.Namespace) -> int:

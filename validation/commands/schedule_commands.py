@@ -19,9 +19,10 @@ from pipeproof.commands.option_parser import (
     whole,
 )
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
-from pipeproof.commands.selection import MICROBATCHES, RANKS, Shape, add_layers, add_shape, case_of, schedule_in
+from pipeproof.commands.selection import add_layers, add_shape, case_of
 from pipeproof.commands.simulation_options import add_virtual_time
 from pipeproof.own.case import MODELS, CaseError
+from pipeproof.own.shapes import MICROBATCHES, RANKS, Shape, schedule_in
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.laws import LawBroken, report
@@ -30,16 +31,16 @@ from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
 from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.program_laws import ANYWHERE
 from pipeproof.pipeline.program_laws import violations as of_program
-from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, canonical_name
-from pipeproof.pipeline.text_grid import draw
-from pipeproof.pipeline.timeline import Timeline, Times, simulate
+from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.pipeline.transports import transport_of
-from pipeproof.reports.columns import Column, in_pieces, table
+from pipeproof.reports.columns import Column, table
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.panel import in_slots
 from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.terminal import Terminal
+from pipeproof.reports.timeline_text import draw_grid, summarize
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -83,7 +84,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add(parser, "--microbatches", "M", "how many microbatches", whole, default=MICROBATCHES)
     add(parser, "--memory", "N", most, number)
     add(parser, "--times", "F,I,W", _TIMES.format("whole rank"), three_numbers, default=(1.0, 1.0, 1.0))
-    add(parser, "--layers", "C,C,...", "the cost of each layer; stages are balanced by it", numbers, default=())
+    add(parser, "--costs", "C,C,...", "the cost of each layer; stages are balanced by it", numbers, default=())
     add(parser, "--activations", "A,A,...", left, numbers, default=())
     add(parser, "--weights", "W,W,...", stays, shares, default=())
     add(parser, "--weight-memory", "SHARE", kept, share, default=1)
@@ -108,8 +109,8 @@ def _show(options: argparse.Namespace) -> int:
         ):
             timeline = simulate(schedule, times)
             drawings.write({schedule.name: trace_of(timeline)})
-        Terminal().detail(_draw_grid(schedule.name, timeline))
-        Terminal().say(_summarize(timeline, times))
+        Terminal().detail(draw_grid(schedule.name, timeline, Terminal().width))
+        Terminal().say(summarize(timeline, times))
         names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
         data = {name: getattr(timeline, name) for name in names}
         return files.finish(0, schedule=schedule_data(schedule), timeline=data)
@@ -149,7 +150,7 @@ def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> in
         with Drawings(paths, actions=actions) as files:
             files.write(both.traces, unit=both.unit)
     for name, timeline in both.timelines.items():
-        Terminal().detail(f"{_draw_grid(name, timeline)}\n")
+        Terminal().detail(f"{draw_grid(name, timeline, Terminal().width)}\n")
     Terminal().say(both.text(Terminal().width))
     return 0
 
@@ -157,7 +158,7 @@ def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> in
 def _shapes(names: tuple[str, str], options: argparse.Namespace) -> Iterator[Shape]:
     """What each of two is built for: a family is as large as the file beside it, where nothing else is said.
 
-    V is for those that can have it; where neither can, both are told so.
+    V applies to schedules with virtual stages; others refuse it.
     """
     read = [schedule_in(read_file(name)) for name in names if is_csv(name)]
     ranks = read[0].n_ranks if read and options.ranks is None else options.ranks
@@ -185,10 +186,10 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if len(options.layers) == 1:
-        raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
+    if len(options.costs) == 1:
+        raise CaseError(f"--costs {options.costs[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
     job = (options.ranks, options.microbatches, options.memory, options.times)
-    needs = Needs(*job, options.layers, options.weight_memory, options.activations, options.weights)
+    needs = Needs(*job, options.costs, options.weight_memory, options.activations, options.weights)
     with Outputs.of(options).open("plan") as files:
         with Terminal().progress("plan") as show_progress:
             found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
@@ -203,28 +204,3 @@ def _plan_columns() -> list[Column]:
     drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
     left = ("schedule", "per rank", "split", "")
     return [Column(name, right=name not in left, drop=drop) for name, drop in drops.items()]
-
-
-def _draw_grid(name: str, timeline: Timeline) -> str:
-    """The grid, as wide as the terminal, below its name and sizes."""
-    try:
-        grid = draw(timeline)
-    except ScheduleError as error:  # a grid has whole units only; a picture has any
-        grid = f"({error}; --svg or --png draws it)"
-    return f"{name}: {timeline.schedule.sizes}\n{in_pieces(grid, Terminal().width)}"
-
-
-def _summarize(timeline: Timeline, times: Times) -> str:
-    """What a timeline comes to."""
-    f, i, w = times.forward, times.backward_input, times.backward_weight
-    equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
-    return "\n".join(
-        [
-            f"makespan {timeline.makespan:g} ({equal}, T_B = T_I + T_W = {i + w:g}, no latency)",
-            f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), "
-            f"local {timeline.local_bubble:g}",
-            "memory   peak activations per rank, in microbatches of one stage: "
-            + ", ".join(f"{peak:g}" for peak in timeline.peaks),
-            f"messages {timeline.messages}",
-        ]
-    )

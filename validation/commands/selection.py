@@ -1,116 +1,24 @@
 """Which schedules a command line asks for: families by name, files, or all families that can be."""
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pipeproof.commands.option_parser import add, refuse_unused, whole
+from pipeproof.commands.own_step import count_or_place
 from pipeproof.commands.work import Work, notes_of
 from pipeproof.own.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.own.config import Config, read_config
-from pipeproof.own.own_schedule import own_schedule
+from pipeproof.own.shapes import MICROBATCHES, RANKS, Shape, schedule_in, select_names
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.program import Program
-from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, list_known, virtuals
-from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, check_count
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import LOOPED, canonical_name, list_known
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import AUTO, COMMON, parse_device
 from pipeproof.worlds.timeout import parse_seconds
 
-RANKS, MICROBATCHES = 4, 8
 COMPOSED = "composed"  # of --check: steps are held against themselves
-Fits = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What families are built for, as far as it is said.
-
-    None is 4 ranks, 8 microbatches, and each family's own number of stages per rank, 2 for a loop.
-    """
-
-    ranks: int | None = None
-    microbatches: int | None = None
-    virtual: int | None = None
-
-    def family(self, name: str, *, fits: Fits = lambda stages: None) -> Schedule:
-        """The schedule ``name`` of this shape. Raises ``ScheduleError`` where it cannot be, or what ``fits`` raises.
-
-        ``fits`` is asked before the schedule is built, which can take long.
-        """
-        family = canonical_name(name)
-        own = virtuals(family, looped=1 if family == "zb-h1" else 2)
-        virtual = check_count("virtual", own if self.virtual is None else self.virtual, most=MOST_LAYERS)
-        can_have(family, virtual)
-        ranks = check_count("ranks", RANKS if self.ranks is None else self.ranks, most=MOST_RANKS)
-        fits(ranks * virtual)
-        microbatches = MICROBATCHES if self.microbatches is None else self.microbatches
-        return build(family, ranks=ranks, microbatches=microbatches, virtual=virtual)
-
-    def agree(self, path: str, schedule: Schedule) -> None:
-        """Raise ``CaseError`` where something else is said than what the file at ``path`` has."""
-        for option, said, own in (
-            ("ranks", self.ranks, schedule.n_ranks),
-            ("microbatches", self.microbatches, schedule.microbatches),
-            ("virtual", self.virtual, most_stages(schedule)),
-        ):
-            if said not in (None, own):
-                raise CaseError(f"--{option} is {said}, but {path} has {own}: leave the option out")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Schedules and programs by name (a file's is its path), and why others are left out."""
-
-    chosen: Mapping[str, Schedule | Program]
-    left_out: Mapping[str, str]
-
-
-def select_names(text: str, shape: Shape, *, fits: Fits) -> Selection:
-    """``all``, or names and files with commas between.
-
-    ``fits`` raises ``ScheduleError`` for a number of stages that cannot be run. What was asked for by name raises it
-    too; of ``all``, families that cannot be are left out, unless that leaves nothing; ``virtual`` is for those that can
-    have it. A shape is for families: where all are files it may say nothing else than they do.
-    """
-    if text.strip().lower() != "all":
-        names = [name.strip() for name in text.split(",")]
-        found = {name: _find_schedule(name, shape, fits) for name in names}
-        if all(map(is_csv, names)):
-            for path, mine in found.items():
-                shape.agree(path, schedule_in(mine))
-        return Selection(found, {})
-    chosen: dict[str, Schedule | Program] = {}
-    left_out: dict[str, str] = {}
-    for name in FAMILIES:
-        own = shape if name in LOOPED else Shape(shape.ranks, shape.microbatches)
-        try:
-            chosen[name] = _find_schedule(name, own, fits)
-        except ScheduleError as error:
-            left_out[name] = str(error)
-    if not chosen:
-        groups = defaultdict[str, list[str]](list)
-        for name, reason in left_out.items():
-            groups[reason].append(name)
-        each = "; ".join(f"{', '.join(group)}: {reason}" for reason, group in groups.items())
-        raise CaseError(next(iter(groups)) if len(groups) == 1 else f"no schedule can be: {each}")
-    return Selection(chosen, left_out)
-
-
-def _find_schedule(name: str, shape: Shape, fits: Fits) -> Schedule | Program:
-    if not is_csv(name):
-        return shape.family(name, fits=fits)
-    found = own_schedule(name)
-    fits(schedule_in(found).n_stages)
-    return found
-
-
-def schedule_in(found: Schedule | Program) -> Schedule:
-    """What is computed, of a schedule or a program."""
-    return found.schedule if isinstance(found, Program) else found
 
 
 def schedule_names(text: str) -> list[str]:
@@ -130,37 +38,45 @@ def dtype_names(text: str) -> list[str]:
 DTYPE_NAMES = f"some of {', '.join(DTYPES)}"
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """How many ranks, stages and microbatches a family of schedules is built for."""
+def add_shape(parser: argparse.ArgumentParser, *, of_steps: bool = False) -> None:
+    """How many ranks, stages and microbatches a family of schedules is built for; ``of_steps``: or a user's step."""
     add(parser, "--ranks", "P", f"how many ranks (default {RANKS})", whole)
-    add(parser, "--virtual", "V", f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)", whole)
-    add(parser, "--microbatches", "M", f"how many microbatches (default {MICROBATCHES})", whole)
+    add(parser, "--virtual", "V", f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)", whole, rare=True)
+    kind: Callable[[str], int | str] = count_or_place if of_steps else whole
+    own = "; of a step of yours, what makes them" if of_steps else " microbatches"
+    add(parser, "--microbatches", "M", f"how many{own} (default {MICROBATCHES})", kind)
 
 
 def add_layers(parser: argparse._ActionsContainer) -> None:
     """How many layers a model has, and how stages share them."""
-    add(parser, "--layers", "L", "layers of the model", whole, default=8)
-    add(parser, "--split", "L,...", "layers of each stage: even, or such as 3,1,2,2", default="even")
+    add(parser, "--layers", "L", "layers of the model", whole, default=8, rare=True)
+    add(parser, "--split", "L,...", "layers of each stage: even, or such as 3,1,2,2", default="even", rare=True)
 
 
-def add_table(parser: argparse.ArgumentParser) -> None:
-    """Which cases: schedules, models and dtypes, each with each."""
+def add_table(parser: argparse.ArgumentParser, *, of_steps: bool = False) -> None:
+    """Which cases: schedules, models and dtypes, each with each; ``of_steps``: or a step of the user's."""
     every = ("all", *SCHEDULES)
-    names = (
-        f"all, or some of {', '.join(SCHEDULES)}, or a FILE.csv, which has ranks, stages and microbatches of its own"
-    )
+    names = f"all, or some of {', '.join(SCHEDULES)}, or a FILE.csv"
     add(parser, "--schedule", "NAME,...", names, known=every, default="all")
-    add_shape(parser)
+    add_shape(parser, of_steps=of_steps)
     add_layers(parser)
-    add(parser, "--model", "NAME,...", f"some of {', '.join(MODELS)}", known=MODELS, default="gpt,gpt-tied")
-    add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default="fp32")
-    add(parser, "--loss", None, "mean over microbatches, or sum over tokens", choices=LOSSES, default="mean")
-    add(parser, "--seed", "N", "the seed of weights and data", whole, default=0)
+    add(
+        parser,
+        "--model",
+        "NAME,...",
+        f"some of {', '.join(MODELS)}",
+        known=MODELS,
+        default="gpt,gpt-tied",
+        rare=not of_steps,
+    )
+    add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default="fp32", rare=True)
+    add(parser, "--loss", None, "mean over microbatches, or sum over tokens", choices=LOSSES, default="mean", rare=True)
+    add(parser, "--seed", "N", "the seed of weights and data", whole, default=0, rare=True)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A step's config in place of all of that."""
-    add(parser, "--config", "FILE", "run what this JSON file says, a step's config; no option may then say which case")
+    add(parser, "--config", "FILE", "run what this JSON file says, a step's config, in place of options")
 
 
 OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "model", "dtype", "loss", "seed")
@@ -189,13 +105,12 @@ def tell_notes(config: Config, work: Work) -> None:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
-    hang = "a case that takes longer counts as a hang; on simulated ranks, one in which nothing moves for so long"
-    add(parser, "--timeout", "SECONDS", hang, parse_seconds, default=120)
+    add(parser, "--timeout", "SECONDS", "how long a case may take (simulated: stand still)", parse_seconds, default=120)
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
-    where = "where ranks compute: cpu, cuda, or what else torch names (default auto: the accelerator if there is one)"
+    where = "where ranks compute: cpu, cuda, ... (default auto: the accelerator if there is one)"
     add(parser, "--device", "TYPE", where, parse_device, known=(AUTO, *COMMON), default=AUTO)
     add_timeout(parser)
 

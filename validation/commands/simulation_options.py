@@ -21,39 +21,48 @@ _NOT_REAL = "without --world simulated"
 def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> None:
     """Where ranks are: processes, or threads of one process that a seed interleaves. ``drawn``: cases are."""
     group = parser.add_argument_group("simulated ranks")
-    kinds = "real: ranks are processes; simulated: threads of one, run one at a time, so that a seed decides all"
-    rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
+    kinds = "ranks are processes, or threads of one that a seed decides"
+    rules = f"what simulated messages may do: one of {', '.join(_TRANSPORTS)}"
     kept = "how many bytes of what one rank sends to another are kept until they are received, as NCCL and MPI may do"
     one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
     if drawn:
         rules, one = f"{rules}; {ANY}: drawn with each case", f"{one}; drawn with each case, unless it is given"
     every = f"run every interleaving that differs, at most N of each case (default: {MOST_RUNS})"
     add(group, "--world", None, kinds, choices=KINDS, default=REAL)
-    add(group, "--transport", None, rules, choices=[*_TRANSPORTS, *[ANY] * drawn], default="gloo")
-    add(group, "--room", "BYTES", f"{kept} (default: 0)", whole, default=0)
-    add(group, "--interleaving", "N", one, parse_interleaving, default=0)
-    add(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", whole, default=1)
-    add(group, "--exhaust", "N", every, whole, nargs="?", const=MOST_RUNS)
+    add(group, "--transport", "NAME", rules, choices=[*_TRANSPORTS, *[ANY] * drawn], default="gloo", rare=True)
+    add(group, "--room", "BYTES", f"{kept} (default: 0)", whole, default=0, rare=True)
+    add(group, "--interleaving", "N", one, parse_interleaving, default=0, rare=True)
+    many = "try each case under so many seeds, until one is no pass"
+    add(group, "--interleavings", "N", many, whole, default=1, rare=True)
+    add(group, "--exhaust", "N", every, whole, nargs="?", const=MOST_RUNS, rare=True)
 
 
 def add_virtual_time(group: argparse._ActionsContainer) -> None:
     """Where the ranks are whose steps are timed: processes, or simulated ranks that have a clock each."""
     kinds = "real: ranks are processes; simulated: threads of one, each with a clock of its own, on any number of ranks"
     add(group, "--world", None, kinds, choices=KINDS, default=REAL)
-    add(group, "--transport", None, "what simulated messages may do", choices=_TRANSPORTS, default="gloo")
+    add(
+        group,
+        "--transport",
+        "NAME",
+        f"what simulated messages may do: one of {', '.join(_TRANSPORTS)}",
+        choices=_TRANSPORTS,
+        default="gloo",
+        rare=True,
+    )
     late = "what a simulated message takes on its way, in seconds (default: 0)"
-    add(group, "--latency", "S", late, share, default=0.0)
+    add(group, "--latency", "S", late, share, default=0.0, rare=True)
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Where ranks are, for who looks for what is known to be there: transports and seeds are a fault's own."""
     group = parser.add_argument_group("simulated ranks")
     kinds = "simulated: plant the races and deadlocks that only simulated ranks show"
-    rules = "what simulated messages may do (default: each of those that show the fault)"
+    rules = f"what simulated messages may do: one of {', '.join(_TRANSPORTS)} (default: each that shows the fault)"
     many = "try each under at most so many seeds, until something is wrong"
     add(group, "--world", None, kinds, choices=KINDS, default=REAL)
-    add(group, "--transport", None, rules, choices=_TRANSPORTS)
-    add(group, "--interleavings", "N", many, whole, default=SEARCHED)
+    add(group, "--transport", "NAME", rules, choices=_TRANSPORTS, rare=True)
+    add(group, "--interleavings", "N", many, whole, default=SEARCHED, rare=True)
 
 
 def search_of(options: argparse.Namespace) -> "Simulation | None":

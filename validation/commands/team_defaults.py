@@ -13,22 +13,27 @@ from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import OutPath
 from pipeproof.pipeline.schedules import list_known
 
-_FILE = "pyproject.toml"
+FILE = "pyproject.toml"
+
+
+def find_file(folder: Path) -> Path | None:
+    """The file in ``folder``, or the next one above."""
+    return next((one / FILE for one in (folder, *folder.parents) if (one / FILE).is_file()), None)
 
 
 def set_defaults(commands: Mapping[str, argparse.ArgumentParser], folder: Path) -> None:
-    """Give ``commands`` the defaults that the file in ``folder``, or the next one above, has. Raises ``UsageError``."""
-    path = next((one / _FILE for one in (folder, *folder.parents) if (one / _FILE).is_file()), None)
-    if path is None:
+    """Give ``commands`` the defaults that the file for ``folder`` has. Raises ``UsageError``."""
+    if (path := find_file(folder)) is None:
         return
-    table = _table(path)
+    table = {key: value for key, value in read_table(path).items() if key != "steps"}  # which own_step.py reads
     own = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
     _apply(table, commands, f"{path}: [tool.pipeproof]")
     for name, keys in own.items():
         _apply(keys, {name: commands[name]}, f"{path}: [tool.pipeproof.{name}]")
 
 
-def _table(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """The table ``[tool.pipeproof]``. Raises ``UsageError`` for what cannot be read."""
     try:
         found = tomllib.loads(path.read_text()).get("tool", {}).get("pipeproof", {})
     except (OSError, ValueError) as error:  # also what is no TOML, or no UTF-8
@@ -56,28 +61,28 @@ def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
         for command, action in actions:
             command.set_defaults(**{action.dest: _convert(action, value, f"{where} {key} = {value!r}")})
             said = (action.help or "").partition("(default")[0].rstrip()
-            action.help = f"{said} (default {_text(value)}, by {_FILE})".lstrip().replace("%", "%%")
+            action.help = f"{said} (default {_text(value)}, by {FILE})".lstrip().replace("%", "%%")
 
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _convert(action: argparse.Action, value: Any, told: str) -> Any:
+def _convert(action: argparse.Action, value: Any, message: str) -> Any:
     """``value`` as the option would have it."""
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise UsageError(f"{told}: expected true or false")
+            raise UsageError(f"{message}: expected true or false")
         return value
     if isinstance(value, bool | dict) or (action.type is OutPath and not isinstance(value, str)):
         expected = "the name of a file" if action.type is OutPath else "a number or text"
-        raise UsageError(f"{told}: expected {expected}")
+        raise UsageError(f"{message}: expected {expected}")
     text = _text(value)
     convert = action.type if callable(action.type) else str
     try:
         found = convert(text)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(f"{told}: {str(error).removeprefix(f'{text!r}: ')}") from None
+        raise UsageError(f"{message}: {str(error).removeprefix(f'{text!r}: ')}") from None
     if action.choices is not None and found not in action.choices:
-        raise UsageError(f"{told}: {list_known(text, list(map(str, action.choices)))}")
+        raise UsageError(f"{message}: {list_known(text, list(map(str, action.choices)))}")
     return [found] if isinstance(action, argparse._AppendAction) else found

@@ -93,7 +93,7 @@ def _not_run(config: Config) -> list[str]:
 
 
 def _check_model(config: Config) -> None:
-    """Raise ``CaseError`` for a name that is nobody's. What advise writes has a sequence: its model may be a file's."""
+    """Raise ``CaseError`` for an unknown name. What advise writes has a sequence: its model may be a file's."""
     from pipeproof.wings.advise import MODELS as PUBLIC
 
     if "sequence" not in config.data and (model := config["model"]) not in (*MODELS, STACKED, *PUBLIC):

@@ -1,5 +1,6 @@
 """Findings as data: comparisons, mismatches and explanations."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,6 +88,17 @@ class Findings:
     ended: Literal["", "error", "hang"] = ""
     sides: tuple[str, str] = JUDGED
     measured: Measured = field(default=Measured(), compare=False, repr=False)
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error of anything that was compared."""
+        return max((law.worst for law in self.laws), default=0.0)
+
+    @property
+    def over_rounding(self) -> float:
+        """The largest error as a multiple of what rounding does to the same; 0 where every bit agrees."""
+        found = (law.worst / law.floor if law.floor else math.inf for law in self.laws if law.worst)
+        return max(found, default=0.0)
 
     @property
     def judged(self) -> bool:

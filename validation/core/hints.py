@@ -79,8 +79,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
 assert HINTS.keys() == KINDS.keys(), HINTS.keys() ^ KINDS.keys()  # a verdict without a hint would crash
 
 _CUT = (
-    "Look in this stage's forward for what cuts the graph: detach, .data, no_grad, or a function of its own whose "
-    "backward gives nothing back."
+    "Look in this stage's forward for what cuts the graph: detach, .data, no_grad, or a custom Function "
+    "whose backward returns None."
 )
 
 

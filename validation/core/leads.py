@@ -60,7 +60,7 @@ class Leads:
         times = f"{min(factors):.4g} to {max(factors):.4g} times what is expected"
         others = "" if of == every else ", as the others may be"
         which_lead = f"none alone proves a fault, but {which} beyond pure rounding are {times}{others}"
-        return f"{which_lead}, and rounding hardly leads all one way: by what are losses divided?"
+        return f"{which_lead}, and rounding goes both ways: check what losses are divided by"
 
     @property
     def _doubtful(self) -> bool:

@@ -18,6 +18,7 @@ from pipeproof.core.mismatch import Size as Size
 from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
+from pipeproof.core.observe.stack import Line
 from pipeproof.core.text import CAUSES, brief, details, headline, sentence
 from pipeproof.pipeline.sizes import shorten
 
@@ -75,9 +76,14 @@ class Verdict(Findings):
     @property
     def summary(self) -> str:
         """The user's line at fault, if known, and the fault."""
-        lines = [one.line for cause in self.causes[:1] for one in cause.lines] or self.failed_at
+        lines = self.own_lines
         outcome = "" if self.outcome == "fail" else f"{self.word.upper()} "
         return ": ".join([*(line.place for line in lines[:1]), f"{outcome}{sentence(self)}"])
+
+    @property
+    def own_lines(self) -> list[Line]:
+        """The user's lines in which it went wrong, as far as they are known, the likeliest first."""
+        return [one.line for cause in self.causes[:1] for one in cause.lines] or [*self.failed_at]
 
     @property
     def exit_status(self) -> int:

@@ -92,7 +92,7 @@ def specimen(name: str) -> Change:
 def unknown(name: str) -> SpecimenError:
     """Return an error with the nearest name."""
     names = [one for faults in extensions("faults").values() for one in faults.names]
-    others = "pipeproof specimens --list prints all; one of your own needs --plugin FILE"
+    others = "pipeproof mutate --list prints all; one of your own needs --plugin FILE"
     return SpecimenError(f"unknown specimen {name!r}: {nearest(name, names)}{others}")
 
 

@@ -1,18 +1,14 @@
-"""Fuzzing: Hypothesis draws and shrinks cases in the controller; ranks only execute what they are given."""
+"""Fuzzing our own runtime: what a case may be, and how a campaign of cases stands."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, TypeAlias
-from unittest.mock import patch
 
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import reject
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky
-from hypothesis.internal.conjecture import data
 
 from pipeproof.core.measured import Measured
 from pipeproof.core.verdict import Verdict
@@ -23,6 +19,7 @@ from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.draws import CampaignEnd, draw
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import Decision, World
 
@@ -152,8 +149,8 @@ class Tally:
     def by_decision(self) -> str:
         """How many cases of simulated ranks each transport had, and each that decides; empty on real ones."""
         kinds = ("transports", self.transports), ("interleavings", self.deciders)
-        told = [(what, ", ".join(f"{name} {count}" for name, count in sorted(by.items()))) for what, by in kinds if by]
-        return "; ".join(f"{what}: {counts}" for what, counts in told)
+        drawn = [(what, ", ".join(f"{name} {count}" for name, count in sorted(by.items()))) for what, by in kinds if by]
+        return "; ".join(f"{what}: {counts}" for what, counts in drawn)
 
     def add(self, part: "Tally") -> None:
         """Count what a part of the campaign counted."""
@@ -219,10 +216,6 @@ def _draw_decision(deciding: Deciding, case: Case) -> st.SearchStrategy[tuple[Ca
     return deciding(case).map(lambda decision: (case, decision))
 
 
-class _NotAPass(Exception):
-    """Tells Hypothesis of a failure."""
-
-
 def fuzz(
     world: World,
     tally: Tally,
@@ -241,19 +234,7 @@ def fuzz(
     """
     every: st.SearchStrategy[Any] = cases() if strategy is None else strategy
 
-    @by_seed_alone()
-    @seed(seed_)
-    @settings(
-        max_examples=tally.budget,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    @given(st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_draw_decision, deciding)))
-    def campaign(drawn: tuple[Case, Decision | None]) -> None:
+    def attempt(drawn: tuple[Case, Decision | None]) -> bool:
         case, decision = drawn
         if decision is not None:
             world.decide(decision)
@@ -276,35 +257,17 @@ def fuzz(
             tally.undecided.append(SmallestFailure(case, verdict, None, decision=by))
         elif outcome != "pass":
             tally.failures.append(SmallestFailure(case, verdict, failure, decision=by))
-            raise _NotAPass
+            return False
+        return True
 
-    try:
-        campaign()
-    except _NotAPass:
+    drawn = st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_draw_decision, deciding))
+    ending = draw(drawn, attempt, budget=tally.budget, seed_=seed_)
+    if ending is CampaignEnd.FAILED:
         return tally.failures[-1]  # Hypothesis runs the smallest once more at the end
-    except Flaky:
-        if tally.smallest is None:
-            raise
-        cases_ = [found.case for found in tally.failures]
-        return replace(tally.smallest, repeated=len(set(cases_)) < len(cases_))
-    return None
+    if (smallest := tally.smallest) is None:
+        return None
+    cases_ = [found.case for found in tally.failures]
+    return replace(smallest, repeated=len(set(cases_)) < len(cases_))
 
 
 _TIERS = {"bitwise": "bit for bit"}
-_PROVIDER, _OF_CODE = "HypothesisProvider", "_maybe_draw_constant"  # by the latter it draws what code has
-
-
-@contextmanager
-def by_seed_alone() -> Iterator[None]:
-    """Within, Hypothesis does not read the code that is loaded while it draws.
-
-    It takes numbers from there, so that after an edit, or beside another module, a seed would draw other cases. It
-    reads for two seconds, too, and keeps what it found in a folder of its own, in the user's. Versions that do not are
-    left as they are.
-    """
-    provider = getattr(data, _PROVIDER, None)
-    if not hasattr(provider, _OF_CODE):
-        yield
-        return
-    with patch.object(provider, _OF_CODE, lambda *_, **__: None):
-        yield

@@ -13,8 +13,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.observed import RankOperation
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.posted_messages import note_messages
 from pipeproof.own.case import Case
 from pipeproof.own.data import data_for, max_norm_of, model_for

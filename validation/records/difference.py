@@ -14,8 +14,8 @@ from pipeproof.core.mismatch import small
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.records.compare import RUNS, compare
+from pipeproof.records.recomputed_record import RecomputedRecord, side_of
 from pipeproof.records.record import OtherSteps, Record, config_differences
-from pipeproof.records.side import Side, side_of
 
 # same: bit for bit. rounding: both are right, with equal expectations. asked: both are right, with different
 # expectations. fault: a side is wrong by its own config. unknown: a side's expectation is not known, or
@@ -38,7 +38,7 @@ class Difference:
     said: str
     fields: tuple[str, ...] = ()
     size: str = ""
-    sides: tuple[Side, ...] = ()
+    sides: tuple[RecomputedRecord, ...] = ()
     next: tuple[str, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class _Pair:
 
     one: Record
     other: Record
-    sides: tuple[Side, Side]
+    sides: tuple[RecomputedRecord, RecomputedRecord]
     files: tuple[str, str]
 
     @cached_property

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeproof.core.ledger import COMPUTED
-from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_record import Pairs
 

@@ -249,7 +249,7 @@ def _metadata(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no text, no JSON, or of another form
         known = False
     if not known and _is_config(path):
-        record = f"`pipeproof record --config {path} --out FILE`"
+        record = f"`pipeproof record --config {path} --record FILE`"
         raise RecordError(f"{path} is a config, and no record: {record} writes what is expected of it")
     if not known:
         raise RecordError(f"{path} is no record: expected a file that `pipeproof record` or --record wrote")

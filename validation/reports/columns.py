@@ -1,5 +1,6 @@
 """Tables and grids at a terminal's width, laid out by rich. Width None means a file: everything is written."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,6 +14,11 @@ from pipeproof.pipeline.sizes import shorten
 
 ROWS = 60  # or columns, of a table in a page: the others are counted; GitHub shows no more than 1 MiB
 _OF_A_FILE = 1 << 16  # letters in a line: more than any table has
+
+
+def columns() -> int:
+    """How wide what is printed may be: as COLUMNS says, or the terminal; 100 where there is neither."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 @dataclass(frozen=True)

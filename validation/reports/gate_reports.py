@@ -8,23 +8,29 @@ from typing import Literal
 
 from pipeproof.core.text import sentence
 from pipeproof.core.verdict import Verdict
-from pipeproof.own.case import Case
 from pipeproof.pipeline.sizes import SHOWN, some
 from pipeproof.reports.columns import ROWS
 from pipeproof.reports.table import outcome
 from pipeproof.reports.template import render
 
-Group = Literal["table", "pinned", "fuzz", "planted"]
+Group = Literal["step", "table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case of a gate. ``group``: from the table of schedules, pinned by its line, drawn, or with a planted fault."""
+    """A case of a gate. ``group``: a user's step, from the table of schedules, pinned by its line, drawn, or planted.
+
+    ``title`` names it for a reader, and ``kind`` is its schedule or its step. ``size``: smaller failures come first.
+    ``fault``: the planted fault.
+    """
 
     group: Group
-    case: Case
+    title: str
     verdict: Verdict
+    kind: str
+    size: tuple[int, ...] = ()
+    fault: str = ""
 
     @property
     def outcome(self) -> Literal["pass", "fail", "unknown"]:
@@ -42,8 +48,9 @@ class CaseResult:
     def headline(self) -> str:
         """The outcome on one line."""
         if self.group == "planted":
+            where = f" in {self.kind}" if self.size == () else ""
             caught = "is caught" if self.outcome == "pass" else f"is not caught: {self.verdict.outcome}"
-            return f"the planted fault {self.case.specimen} {caught}"
+            return f"the planted fault {self.fault}{where} {caught}"
         return f"{self.verdict.word.upper()} {sentence(self.verdict)}"
 
     @property
@@ -80,7 +87,7 @@ class GateResult:
     def not_passed(self) -> list[CaseResult]:
         """Cases without a pass, failures first, and the smallest first."""
         found = [one for one in self.cases if one.outcome != "pass"]
-        return sorted(found, key=lambda one: (_ORDER[one.outcome], one.case.stages, one.case.microbatches))
+        return sorted(found, key=lambda one: (_ORDER[one.outcome], one.size))
 
     def __str__(self) -> str:
         counts = Counter(one.word for one in self.cases)
@@ -104,7 +111,7 @@ def junit(result: GateResult) -> bytes:
 def annotations(result: GateResult) -> list[str]:
     """Render GitHub commands: a few errors, failures first, and a count of the rest."""
     found = result.not_passed
-    lines = [_error(f"pipeproof: {one.case}", one.story) for one in found[:SHOWN]]
+    lines = [_error(f"pipeproof: {one.title}", one.story, one.verdict) for one in found[:SHOWN]]
     if len(found) > SHOWN:
         lines.append(_error("pipeproof", f"{len(found) - SHOWN} more cases are no pass: see the job summary"))
     if result.short:
@@ -112,15 +119,24 @@ def annotations(result: GateResult) -> list[str]:
     return lines
 
 
-def markdown(result: GateResult) -> str:
-    """Render verdicts as a table, failures first, and the screens of the first failures."""
+def markdown(result: GateResult, *, page: str = "") -> str:
+    """Render verdicts as a table, failures first, and the screens of the first failures; ``page`` is their page."""
     cases = [*result.not_passed, *(one for one in result.cases if one.outcome == "pass")]
     screens = [one.story for one in result.not_passed[:SHOWN]]
-    return render("summary.md", result=result, rows=cases[:ROWS], rest=cases[ROWS:], screens=screens, numbers=outcome)
+    return render(
+        "summary.md", result=result, rows=cases[:ROWS], rest=cases[ROWS:], screens=screens, numbers=outcome, page=page
+    )
 
 
-def _error(title: str, text: str) -> str:
-    return f"::error title={_escape(title, ',:')}::{_escape(text)}"
+def annotation(verdict: Verdict, *, title: str) -> str:
+    """GitHub's command for one verdict that is no pass, at the user's line where that is known."""
+    return _error(title, str(verdict), verdict)
+
+
+def _error(title: str, text: str, verdict: Verdict | None = None) -> str:
+    lines = () if verdict is None else verdict.own_lines
+    place = "".join(f"file={_escape(one.path, ',:')},line={one.number}," for one in lines[:1])
+    return f"::error {place}title={_escape(title, ',:')}::{_escape(text)}"
 
 
 def _escape(text: str, more: str = "") -> str:

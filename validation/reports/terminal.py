@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.core.verdict import Verdict
+from pipeproof.reports.columns import columns
 from pipeproof.worlds.launcher import reports
 
 T = TypeVar("T")
@@ -70,9 +71,9 @@ class Terminal:
         self._err = self.manner.console(stderr=True)
 
     @property
-    def width(self) -> int | None:
-        """Number of columns; None without a terminal, so that everything is written."""
-        return self._out.width if self._out.file.isatty() else None
+    def width(self) -> int:
+        """Number of columns: the terminal's, or else as COLUMNS says, or else 100."""
+        return self._out.width if self._out.file.isatty() else columns()
 
     def say(self, text: str, outcome: str = "") -> None:
         """Print one or more lines; the word ``outcome`` is coloured."""

@@ -26,7 +26,7 @@ from pipeproof.whitebox.crossings import find_passages
 from pipeproof.whitebox.matching import as_mates, match, with_copies
 from pipeproof.whitebox.rank import ModulePart, RankMade
 from pipeproof.whitebox.stages_in_order import Flow, PlacedStage, in_order
-from pipeproof.whitebox.survey import Both
+from pipeproof.whitebox.tensor_index import Both
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEI
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.handed_on import Cut
 from pipeproof.whitebox.call_matching import Column
-from pipeproof.whitebox.survey import REPLICA, Both, flow_place
+from pipeproof.whitebox.tensor_index import REPLICA, Both, flow_place
 
 _FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # from a gradient's point to its tensor's
 _FLOWS = {MADE: (RECEIVED, "output gradient"), GIVEN: (HANDED_ON, "input gradient")}

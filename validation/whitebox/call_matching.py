@@ -12,7 +12,7 @@ from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEI
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.explain.sketches import recognise
 from pipeproof.pipeline.action import Kind
-from pipeproof.whitebox.survey import Both, Places
+from pipeproof.whitebox.tensor_index import Both, Places
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.whitebox.boundary_places import Cuts, place_by_structure
 from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, drop_extra, orders
-from pipeproof.whitebox.survey import Both, is_part
+from pipeproof.whitebox.tensor_index import Both, is_part
 
 _FAINT = 10.0  # times the rounding limit: a stage may amplify an earlier error so far
 

@@ -23,7 +23,7 @@ from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.step import Contribution, Expected, Gradient, Reference, Site
 from pipeproof.reference.traced import Traced
 from pipeproof.whitebox.operation_run import OperationRun
-from pipeproof.whitebox.survey import Computed
+from pipeproof.whitebox.tensor_index import Computed
 
 _BY_DESIGN = ("zero", "missing", "shape")  # one rank may serve all in its line with the loss, or hand on a part
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pipeproof.core.verdict import Verdict
+from pipeproof.whitebox.rank import Step
 from pipeproof.whitebox.validator import WhiteBox
 
 # Fields that reveal the outcome; other properties, text and truth derive from them.
@@ -38,22 +39,40 @@ def _plain(verdict: Verdict) -> Verdict:
 
 @dataclass(frozen=True)
 class FixtureBox(WhiteBox):
-    """Validates on a test's ranks; ``handed_out`` lists its verdicts in order.
+    """Validates on a test's ranks; ``handed_out`` lists its unread verdicts in order, ``verdicts`` all of them.
+
+    ``ranks``: the number that a marker gives. ``failed``: verdicts that failed the test unread.
 
     mutate: ``pipeproof.whitebox.mutate`` on these ranks, passed in by the plugin, as rooms know no wings.
     """
 
     mutate: Callable[..., Any] = field(kw_only=True, repr=False, compare=False)
+    ranks: int | None = None
     handed_out: list[FixtureVerdict] = field(default_factory=list, repr=False, compare=False)
+    verdicts: list[Verdict] = field(default_factory=list, repr=False, compare=False)
+    failed: list[Verdict] = field(default_factory=list, repr=False, compare=False)
+
+    def validate(self, step: Step, **given: Any) -> Verdict:
+        """As ``WhiteBox.validate``; without ``ranks`` on as many as the test's marker says."""
+        return super().validate(step, **({} if self.ranks is None else {"ranks": self.ranks}) | given)
 
     def hand_out(self, verdict: Verdict) -> Verdict:
         """Return a tracked verdict: unless it passes, the test must read it."""
+        self.verdicts.append(_plain(verdict))
         watched = FixtureVerdict(**vars(_plain(verdict)))
         self.handed_out.append(watched)
         return watched
+
+    def take_told(self) -> list[Verdict]:
+        """The verdicts that failed the test unread; once."""
+        failed = [*self.failed]
+        self.failed.clear()
+        return failed
 
     def unread(self) -> list[Verdict]:
         """Return unread verdicts other than passes, once."""
         found = [verdict for verdict in self.handed_out if "looked_at" not in vars(verdict)]
         self.handed_out.clear()
-        return [verdict for verdict in found if not verdict]
+        unread: list[Verdict] = [verdict for verdict in found if not verdict]
+        self.failed.extend(unread)
+        return unread

@@ -18,8 +18,8 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.otherwise import types_in
 from pipeproof.reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
 from pipeproof.whitebox.boundary_places import Cuts
-from pipeproof.whitebox.survey import Both, Survey
 from pipeproof.whitebox.task import ReferenceRaised, Task
+from pipeproof.whitebox.tensor_index import Both, TensorIndex
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
@@ -110,7 +110,7 @@ class ReferenceRun:
         self._task, self.model, self._replicas = task, model, replicas
         self._late = late
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._survey = Survey(model, replicas=replicas.count, again=self._survey_again) if surveyed else None
+        self._survey = TensorIndex(model, replicas=replicas.count, again=self._survey_again) if surveyed else None
         self._own = self.reference({name: k for k, name in enumerate(self._parameters)} if owner is None else owner)
         self._coming = self._own.contributing(self.batches)
         self._made: list[Contribution] = []

@@ -4,13 +4,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.observe.digest import contents
@@ -34,6 +35,10 @@ from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError,
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.world import World, open_world
 
+if TYPE_CHECKING:
+    from pipeproof.whitebox.fuzzing import FuzzResult
+    from pipeproof.whitebox.space import Campaign
+
 _READ = (
     "loss_divisor",
     "loss_scale",
@@ -50,10 +55,14 @@ _EXPLAINED = (ReferenceRaised, WorldError)  # errors whose text says what is wro
 
 @dataclass(frozen=True)
 class WhiteBox:
-    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each step, in seconds (None: as the world)."""
+    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound).
+
+    ``case``: the only case that each campaign runs, as in a replay line.
+    """
 
     world: World
     timeout_s: float | None = None
+    case: str = ""
 
     def validate(
         self,
@@ -112,6 +121,41 @@ class WhiteBox:
             verdict = _stop_verdict(_title(task, replicas), error)
         verdict = self.world.complete(verdict)
         return self.hand_out(replace(verdict, rerun=_rerun(self.world), seconds=perf_counter() - began))
+
+    def fuzz(
+        self,
+        step: Step,
+        *,
+        reference: Callable[..., nn.Module] | Expectation,
+        data: Callable[[int, int, Generator], Any],
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        optimizer: MakesOptimizer | None = None,
+        contract: Contract | Callable[[Sequence[Any]], Contract] = DEFAULTS,
+        campaign: "Campaign | None" = None,
+        **words: Any,
+    ) -> "FuzzResult":
+        """What a campaign of drawn cases finds: each is judged as by ``validate``, and the first that fails shrinks.
+
+        A case has ranks, a number of microbatches, rows of each, a split of the layers, and a seed. ``step(model,
+        microbatches)`` is given by name what it takes of ``split=``, ``dtype=``, ``seed=`` and the options that are
+        named. Where nothing fails, a planted fault shows that the campaign can.
+
+        reference: as of ``validate``; it gets ``seed=``, if it takes that. data: a function of the number of a
+        microbatch, how many rows it has, and a ``torch.Generator``, which makes that microbatch. loss_fn, optimizer: as
+        of ``validate``. contract: the same, or a function of the microbatches that says so. campaign: what is drawn and
+        how long it goes on. words: those of the campaign may be given here, too: ``ranks=(2, 4)``.
+
+        Raises ``WhiteBoxError`` for what cannot be, and what ``validate`` and ``data`` raise.
+        """
+        from pipeproof.whitebox.fuzzing import Subject, run_campaign  # with it comes what only campaigns need
+        from pipeproof.whitebox.space import Campaign
+
+        chosen = Campaign.of(campaign, words)
+        chosen = replace(chosen, case=chosen.case or self.case)
+        judge = partial(WhiteBox(self.world, self.timeout_s).validate, loss_fn=loss_fn, optimizer=optimizer)
+        subject = Subject(step, reference, data, contract, judge, lambda one: _rerun(self.world, str(one)))
+        result = run_campaign(subject, chosen, self.world)
+        return replace(result, verdict=self.hand_out(result.verdict))
 
     def hand_out(self, verdict: Verdict) -> Verdict:
         """Return ``verdict``; pytest's fixture tracks its readers."""
@@ -218,14 +262,16 @@ def _stop_verdict(title: str, error: Exception) -> Verdict:
     return replace(verdict, stopped="", headline=str(error)) if explained else verdict
 
 
-def _rerun(world: World) -> str:
-    """Return the command to repeat this case; a simulated run's decision comes along."""
+def _rerun(world: World, case: str = "") -> str:
+    """Return the command to repeat this run; a simulated run's decision and a campaign's ``case`` come along."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    options = f"{world.decision.pytest_options if world.decision else ''} {world.seed_option}".strip()
     if test:
-        return f'pytest "{test}" {options}'.strip()
-    program = shlex.join(["python", *sys.argv])
-    return program if world.decision is None else f"{program}  # {world.decision}"
+        options = f"{world.decision.pytest_options if world.decision else ''} {world.seed_option}".strip()
+        own = f"--pipeproof-case={shlex.quote(case)}" if case else ""
+        return " ".join(filter(None, [f'pytest "{test}"', options, own]))
+    notes = [str(world.decision)] if world.decision else []
+    notes += [f"with case={case!r}"] if case else []
+    return "  # ".join([shlex.join(["python", *sys.argv]), *([", ".join(notes)] if notes else [])])
 
 
 def validate(
@@ -256,4 +302,26 @@ def validate(
             optimizer=optimizer,
             contract=contract.with_words(words),
             timeout_s=timeout_s,
+        )
+
+
+def fuzz(
+    step: Step,
+    *,
+    reference: Callable[..., nn.Module] | Expectation,
+    data: Callable[[int, int, Generator], Any],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    optimizer: MakesOptimizer | None = None,
+    contract: Contract | Callable[[Sequence[Any]], Contract] = DEFAULTS,
+    world: str | World = REAL,
+    **words: Any,
+) -> "FuzzResult":
+    """As ``WhiteBox.fuzz``, on a world that lasts as long as this call; ``words`` are those of the campaign.
+
+    ``world``: ``real``, or ``simulated``: who is next and when messages move is then drawn with each case. Or a
+    ``SimulatedWorld`` of one's own, with the seed of a replay line, say.
+    """
+    with open_world(world) if isinstance(world, str) else nullcontext(world) as place:
+        return WhiteBox(place).fuzz(
+            step, reference=reference, data=data, loss_fn=loss_fn, optimizer=optimizer, contract=contract, **words
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.timeout import LOOK_S

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
@@ -17,6 +18,8 @@ from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.worker import RankContext
 
 if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
     from pipeproof.pipeline.transports import Transport
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
@@ -108,6 +111,14 @@ class World:
         """Apply ``decision`` to later runs."""
         raise AssertionError(f"the machine decides about real ranks, and not {decision}")
 
+    def decisions(self) -> "SearchStrategy[Decision] | None":
+        """What a campaign draws beside each case: what decides its run; None where the world is left as it is."""
+        return None
+
+    def clock(self) -> float:
+        """A time in seconds, the same on all ranks of torchrun, which have to decide alike how long to go on."""
+        return self.run(_read_clock, ranks=1)[0] if under_torchrun() else perf_counter()
+
     def set_transport(self, transport: "Transport") -> None:
         """Apply ``transport``'s message rules to later runs."""
         raise AssertionError(f"messages of real ranks go as they do, and not by {transport}")
@@ -172,6 +183,10 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _read_clock(context: RankContext) -> float:
+    return perf_counter()
 
 
 def open_world(kind: str, **options: Any) -> World:

@@ -100,7 +100,7 @@ def test_a_layout_is_written_as_a_config(typed: Typed) -> None:
         "--model .",
         "--model llama-3-8b --memory 80GB",
         "--layers 4097 --hidden 64 --heads 8",
-        "--model llama-3-8b --device h10",
+        "--model llama-3-8b --accelerator h10",
         "--model llama-3-8b --devices 0",
         "--model llama-3-8b --batch 0",
         "--model llama-3-8b --sequence -1",

@@ -44,7 +44,12 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sweep
 @pytest.mark.pipeproof_ranks
 def test_configs_take_turns(typed: Typed) -> None:
-    assert main(["bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]) == 0
+    assert (
+        main(
+            ["validate", "--bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]
+        )
+        == 0
+    )
     out = typed.said()
     note, head, first, *lines = out.splitlines()
     golden(note)
@@ -111,7 +116,7 @@ def test_what_is_said_of_two(
     seconds: Sequence[float], loss: float, more: str, status: int, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretending(rounds(*seconds, loss=loss), monkeypatch)
-    typed(f"bench mlp.json gpipe.json --rounds 3 --json x.json {more}", status)
+    typed(f"validate --bench mlp.json gpipe.json --rounds 3 --json x.json {more}", status)
     strange = documented(Path("x.json").read_text())["timings"][0]["strange"]
     assert strange == (["nan"] * 4 if status else [])
 
@@ -120,7 +125,7 @@ def test_what_is_said_of_two(
 def test_ranks_that_fail_end_it_without_a_verdict(whole: int, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = RankFailed([RankReport(0, Ending.STUCK, "did not finish within 120 s")], None)
     pretending([*rounds(*(1.0, 1.0) * whole, 1.0), failure], monkeypatch)
-    typed(["bench", "mlp.json", "gpipe.json", "--json", "x.json"], 3)
+    typed(["validate", "--bench", "mlp.json", "gpipe.json", "--json", "x.json"], 3)
     data = documented(Path("x.json").read_text())
     assert (data["rounds"], [len(one["rounds"]) for one in data["timings"]]) == (whole, [whole] * 2)
 
@@ -142,4 +147,4 @@ def test_ranks_that_fail_end_it_without_a_verdict(whole: int, typed: Typed, monk
 )
 def test_what_cannot_be_timed(line: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     pretending([], monkeypatch)
-    typed.refused(f"bench {line}")
+    typed.refused(f"validate --bench {line}")

@@ -48,36 +48,36 @@ ROOT = Path(__file__).parents[3]
         "show 1f1b --run --steps 0",
         "show 1f1b --run --model lstm",
         "show 1f1b --run --layers 3",
-        "specimens --only layernorm-zer",
-        "specimens --seed 1",
-        "specimens --list --json x",
+        "mutate --only layernorm-zer",
+        "mutate --seed 1",
+        "mutate --list --json x",
         "fuzz --runtime torch --dtype=fp32",
         "replay '1f1b r1 s1 m1' --plugin x.py",
         "gate --cases 0 --max-ranks 2",
         "show mine.json",
-        "specimens --transport nccl",
-        "specimens --world simulated --device cuda",
-        "specimens --shrink --world simulated",
+        "mutate --transport nccl",
+        "mutate --world simulated --device cuda",
+        "mutate --shrink --world simulated",
         "validat",
         "show 1f1b --rank 3",
         "show 1f1b --zzz=3",
         "show 1f1b gpipe",
         "fuzz --runtime toch",
-        "specimens --shrink --schedule 1f1b",
-        "specimens --shrink --seed -1",
+        "mutate --shrink --schedule 1f1b",
+        "mutate --shrink --seed -1",
         "plan --ranks 0",
         "plan --times 1,2",
-        "plan --layers 1,-1",
+        "plan --costs 1,-1",
         "plan --activations 1,1 --weights 1",
-        "plan --layers 8",
+        "plan --costs 8",
         "plan --memory -1",
-        "plan --layers 1e308,1e308",
+        "plan --costs 1e308,1e308",
         "plan --activations nan",
         "plan --weights -inf",
         "fuzz --dtype half",
         "fuzz --schedule nope",
-        "specimens --schedule 1f2b",
-        "specimens --world simulated --interleavings 0",
+        "mutate --schedule 1f2b",
+        "mutate --world simulated --interleavings 0",
         "plan --weight-memory -1",
         "validate --timeout inf",
         "show 1f1b --times 1e308,1,1",
@@ -99,25 +99,60 @@ def test_bad_input(line: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> 
     typed.refused(line)
 
 
-def test_help_of_every_command(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+GROUPS = {
+    "check my step": "init validate replay fuzz gate record compare",
+    "look at schedules": "show check plan",
+    "choose a layout": "advise",
+    "extend": "mutate",
+}
+VERBS = " ".join(GROUPS.values()).split()
+
+
+def test_help_groups_twelve_verbs(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
     root = typed.only("--help")[0]
-    names = re.findall(r"(?m)^    (\w+)( |$)", root.partition("COMMAND\n")[2])
-    assert [name for name, _ in names][:3] == ["init", "validate", "replay"]
-    assert len(names) == 15
+    found = {
+        title: re.findall(r"(?m)^  (\w+) ", part) for title, part in re.findall(r"(?sm)^(\w[\w ]+):\n(.*?)\n\n", root)
+    }
+    assert {title: found[title] for title in GROUPS} == {title: verbs.split() for title, verbs in GROUPS.items()}
     assert "$(register-python-argcomplete pipeproof)" in root, "what is to be typed is in one piece"
-    texts = {name: typed.only([name, "--help"])[0] for name, _ in names}
-    for name, text in texts.items():
-        usage, about, *_ = text.split("\n\n")
-        assert usage.startswith(f"usage: pipeproof {name} ")
-        assert re.match(r"[A-Z].*[.]$", about, re.DOTALL), "what it does"
-        golden(text, lines="Exit status")
-        bare = [line for line in text.splitlines() if re.match(r"  -\S+( [A-Z{]\S*)?$", line)]
-        explained = re.findall(r"(?m)^  (-\S+(?: [A-Z{]\S*)?)\n {20,}\S", text)
-        assert [line.strip() for line in bare] == explained, "every option"
-    fuzz, advise = (" ".join(texts[name].split()) for name in ("fuzz", "advise"))
-    assert "in place of" not in advise
-    golden("\n".join(re.findall(r"--(?:seed N|device TYPE|layers N) .*?(?= --\S+ [A-Z])", f"{fuzz} {advise}")))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_command(verb: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text, every = typed.only([verb, "--help"])[0], typed.only([verb, "--help-all"])[0]
+    usage, about, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: pipeproof {verb}")
+    assert re.match(r"[A-Z].*[.]$", about, re.DOTALL), "what it does"
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, every.splitlines())) <= 100
+    golden(text, lines="Exit status")
+    bare = [line for line in every.splitlines() if re.match(r"  -\S+( [A-Z{]\S*)?$", line)]
+    explained = re.findall(r"(?m)^  (-\S+(?: [A-Z{]\S*)?)\n {20,}\S", every)
+    assert [line.strip() for line in bare] == explained, "every option"
+    few, all_ = (set(re.findall(r"(?m)^  (?:-\w, )?(--[\w-]+)", one)) for one in (text, every))
+    assert (f"--help-all: {len(all_ - few)} more options." in text) == (few < all_)
+
+
+def test_help_is_as_wide_as_it_may_be(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wide in (60, 140):
+        monkeypatch.setenv("COLUMNS", str(wide))
+        assert wide - 25 < max(map(len, typed.only(["fuzz", "--help-all"])[0].splitlines())) <= wide
+    said = " ".join("".join(typed.only([verb, "--help-all"])[0] for verb in ("fuzz", "advise")).split())
+    golden("\n".join(re.findall(r"--(?:seed N|device TYPE|layers N) .*?(?= --\S+ [A-Z])", said)))
+
+
+@pytest.mark.parametrize(("columns", "wide"), [(None, 100), ("70", 70), ("180", 180)])
+def test_what_is_piped_is_as_wide_as_it_may_be(
+    columns: str | None, wide: int, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    lines = typed.only("show zb-h1 --ranks 8 --microbatches 24")[0].splitlines()
+    grid = [line for line in lines if line.startswith("rank ")]
+    assert wide - 5 < max(map(len, grid)) <= wide
 
 
 def test_a_validation_prints_a_line_per_schedule(python: Launch, tmp_path: Path) -> None:
@@ -175,7 +210,7 @@ WITHOUT_TORCH = (
     "check x.csv --symbolic",
     "plan --ranks 2",
     "advise --model gpt-1.7b --html page.html",
-    "primitives tp",
+    "advise --primitive tp",
 )
 
 

@@ -111,7 +111,7 @@ def test_what_the_schema_does_not_know_is_seen() -> None:
         (["show", "1f1b"], 4),
         (["show", "1f1b", "--against", "gpipe"], 7),
         (["check", "ok.csv"], 1),
-        (["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"], 1),
+        (["record", "1f1b r1 s1 m1 model=mlp plan=train", "--record", "x"], 1),
         (["compare", "x", "x"], 1),
         (["init", "own"], 1),
     ],
@@ -127,7 +127,7 @@ def test_quiet_leaves_what_does_not_pass(
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     Path("ok.csv").write_text(build("1f1b", ranks=2, microbatches=2).to_csv())
-    main(["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"])
+    main(["record", "1f1b r1 s1 m1 model=mlp plan=train", "--record", "x"])
     Path("test_my_pipeline.py").unlink(missing_ok=True)
     typed.said()
     assert main([*arguments, "--quiet"]) == 0

@@ -16,6 +16,7 @@ from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Drawn, Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
+from pipeproof.own import campaign_file
 from pipeproof.own.case import Case
 from pipeproof.own.fuzz import SmallestFailure, Tally
 from pipeproof.worlds.world import World
@@ -77,7 +78,7 @@ class Judge:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **at: int) -> None:
         self.at = {number: what for what, number in at.items()}
         self.ran: list[str] = []
-        monkeypatch.setattr(fuzzing, "PART", 4)
+        monkeypatch.setattr(campaign_file, "PART", 4)
         monkeypatch.setattr(fuzzing, "judge_case", self)
 
     def __call__(self, case: Case, world: World) -> Verdict:

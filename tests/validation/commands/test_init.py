@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands.cli import main
-from pipeproof.commands.init import STARTERS, summary, text, write_new
+from pipeproof.commands.init import KINDS, STARTERS, summary, text, write_new
 from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI
 from pipeproof.wings.adapters.deepspeed import DEEPSPEED
 from pipeproof.wings.adapters.framework import Framework
@@ -56,19 +56,25 @@ def test_every_file_has_three_marked_places(kind: str) -> None:
         ("-", "", "custom"),
         ("torch -", "", "torch"),
         ("--list", "", ""),
+        ("github", ".github", "github"),
+        ("github -", "", "github"),
+        ("github mine.yml", "mine.yml", "github"),
     ],
 )
 def test_kind_and_file_may_be_left_out(words: str, file: str, kind: str, folder: Path, typed: Typed) -> None:
     said, err = typed.only(f"init {words}")
     assert [one.name for one in folder.iterdir()] == ([file] if file else [])
     if kind:
-        assert text(kind) == ((folder / file).read_text() if file else said)
+        where = folder / (".github/workflows/pipeline.yml" if file == ".github" else file)
+        assert text(kind) == (where.read_text() if file else said)
     else:
-        assert [line.split()[0] for line in said.splitlines()] == list(STARTERS)
+        assert [line.split()[0] for line in said.splitlines()] == list(KINDS)
     assert err == ""
 
 
-@pytest.mark.parametrize("words", ["own test_mine.py", "tprch", "own mine.py", "own no/test_mine.py"])
+@pytest.mark.parametrize(
+    "words", ["own test_mine.py", "tprch", "own mine.py", "own no/test_mine.py", "github test_mine.py"]
+)
 def test_what_cannot_be_written(words: str, folder: Path, typed: Typed) -> None:
     (folder / "test_mine.py").write_text("mine")
     typed.refused(f"init {words}")

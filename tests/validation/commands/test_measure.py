@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.measure import Measured, measure, show_measured
+from pipeproof.commands.measure import describe, show_measured
 from pipeproof.commands.outputs import Outputs
 from pipeproof.own.case import Case
+from pipeproof.own.measured import Measured, measure
 from pipeproof.pipeline import Kind, lower
 from pipeproof.pipeline.action import COMPUTE, SENDS
 from pipeproof.pipeline.program import deliveries
@@ -47,7 +48,7 @@ def test_a_typical_step_is_shown_beside_the_simulation() -> None:
 
     measured = Measured((lasting(9), lasting(6.5), lasting(7)))
     assert measured.typical.makespan == 7
-    _, *rows, last = (line.split() for line in measured.text().splitlines()[:6])
+    _, *rows, last = (line.split() for line in describe(measured).splitlines()[:6])
     assert [row[0] for row in rows] == ["0", "simulated", "1", "simulated"]
     assert rows[0][:4] == ["0", "measured", "7000.0", "ms"]
     assert last[:4] == ["makespan:", "7000.0", "ms", "measured,"]

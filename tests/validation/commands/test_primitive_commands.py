@@ -20,7 +20,7 @@ LARGE = {
 
 def test_the_table_is_printed_and_written(tmp_path: Path, typed: Typed) -> None:
     file = tmp_path / "table.json"
-    typed(["primitives", "--json", str(file)], lines=r"^\S|^  (saves|costs|by|source)|^$")
+    typed(["advise", "--primitive", "all", "--json", str(file)], lines=r"^\S|^  (saves|costs|by|source)|^$")
     data = documented(file.read_text())
     validated = [one["validated"] for one in data["primitives"]]
     assert all(one["passed"] == one["seeds"] > 0 for one in validated if one)
@@ -28,8 +28,8 @@ def test_the_table_is_printed_and_written(tmp_path: Path, typed: Typed) -> None:
 
 
 def test_some_of_it_by_name(typed: Typed) -> None:
-    typed(["primitives", "TP", "dp", "-q"], lines=r"^\S")
-    typed.refused(["primitives", "tpp"])
+    typed(["advise", "--primitive", "TP,dp", "-q"], lines=r"^\S")
+    typed.refused(["advise", "--primitive", "tpp"])
 
 
 @pytest.mark.pipeproof_ranks

@@ -34,9 +34,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("show zb-h1 --times 1,1.5,1 --trace x.json", 0),
         ("show small.csv --against 1f1b", 0),
         ("show 1f1b --against small.csv", 0),
-        ("plan --ranks 2 --layers 4,1,1,1,1,4 --times 1,2,1", 0),
+        ("plan --ranks 2 --costs 4,1,1,1,1,4 --times 1,2,1", 0),
         ("plan --memory 0.5", 1),
-        ("plan --layers 1,1,1", 1),
+        ("plan --costs 1,1,1", 1),
     ],
 )
 def test_what_is_said(line: str, status: int, typed: Typed) -> None:

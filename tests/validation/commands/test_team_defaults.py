@@ -90,12 +90,12 @@ def test_a_shell_asks_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fuzz", "schedule", "", "1f1b"),
         ("validate", "model", "mlp,gp", "mlp,gpt-tied"),
         ("fuzz", "dtype", "bf16,", "bf16,fp64"),
-        ("specimens", "only", "", "layernorm-zero"),
-        ("specimens", "schedule", "", "all"),
+        ("mutate", "only", "", "layernorm-zero"),
+        ("mutate", "schedule", "", "all"),
         ("show", "against", "", "zb-v"),
         ("show", "model", "", "mlp"),
         ("init", "kind", "", "torch"),
-        ("advise", "device", "", "h100"),
+        ("advise", "accelerator", "", "h100"),
     ],
 )
 def test_what_comes_from_a_list_is_completed(command: str, argument: str, prefix: str, offered: str) -> None:

@@ -117,4 +117,4 @@ def test_gradients_in_bf16_that_are_all_too_large_do_not_pass_as_rounding(
         check.report(losses=[one.item() for one in (losses[::-1] if reverse else losses)])
     law = check.verdict.law("gradient")
     assert (check.verdict.outcome, law.outcome) == (outcome, outcome), str(check.verdict)
-    assert (law.exact < law.checked, "by what are losses divided?" in law.note) == (True, outcome == "unknown")
+    assert (law.exact < law.checked, "check what losses are divided by" in law.note) == (True, outcome == "unknown")

@@ -8,7 +8,7 @@ import pytest
 from pipeproof.core.limits import BF16, FP16, FP32, FP64, TF32, Precision
 from tests.support.sources import ROOT
 
-GUIDE = Path(ROOT, "validation", "guides", "oracle.md").read_text()
+GUIDE = Path(ROOT, "validation", "guides", "how_it_works.md").read_text()
 COLUMNS = ("fp32", "bf16, fp16", "autocast, TF32", "fp64")
 
 

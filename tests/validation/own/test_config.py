@@ -90,7 +90,7 @@ def test_what_is_no_config_is_refused_in_a_sentence(
     more: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "step.json", **more)
-    for command in (["validate"], ["record", "--out", str(tmp_path / "out")]):
+    for command in (["validate"], ["record", "--record", str(tmp_path / "out")]):
         assert main([*command, "--config", file]) == 2
         out, err = capsys.readouterr()
         assert out == ""
@@ -132,7 +132,7 @@ def test_a_config_alone_says_which_case(tmp_path: Path, capsys: pytest.CaptureFi
     golden(capsys.readouterr().err)
     for line in ([], ["1f1b", "r1", "s1", "m1"]):
         config = ["--config", file] if line else []
-        assert main(["record", *line, *config, "--out", out]) == 2
+        assert main(["record", *line, *config, "--record", out]) == 2
         golden(capsys.readouterr().err)
 
 
@@ -141,9 +141,9 @@ def test_a_config_is_validated_and_recorded(tmp_path: Path, capsys: pytest.Captu
     file, expected, observed = written(tmp_path / "step.json"), str(tmp_path / "expected"), str(tmp_path / "observed")
     assert main(["validate", "--config", file, "--record", observed]) == 0
     assert "1 pass" in capsys.readouterr().out
-    assert main(["record", "--config", file, "--out", expected]) == 0
+    assert main(["record", "--config", file, "--record", expected]) == 0
     golden(capsys.readouterr().out)
-    assert main(["diff", expected, observed]) == 0
+    assert main(["compare", expected, observed, "--why"]) == 0
     golden(capsys.readouterr().out.splitlines()[0])
 
 

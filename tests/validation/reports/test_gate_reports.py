@@ -20,7 +20,8 @@ def result(outcome: Any, *, group: Group = "table", microbatches: int = 2, failu
     laws = (LawResult("gradient", outcome, 8, 8 * (outcome == "pass"), 3 * (outcome != "pass"), 0.5, 1e-7),)
     mismatch = Mismatch("gradient", 1, "norm 0", "norm 1", rank=1, stage=1, parameter="w|x")
     wrong = () if outcome == "pass" or failure else (mismatch,)
-    return CaseResult(group, case, Verdict(str(case), outcome, "none", laws, wrong, failure=failure, seconds=0.25))
+    verdict = Verdict(str(case), outcome, "none", laws, wrong, failure=failure, seconds=0.25)
+    return CaseResult(group, str(case), verdict, "gpipe", (case.stages, microbatches), case.specimen)
 
 
 def gated(*cases: CaseResult, expected: int | None = None) -> GateResult:
@@ -70,7 +71,7 @@ def test_junit_has_a_case_for_each() -> None:
         "time": "1.000",
     }
     assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["error"], [], ["error"]]
-    assert suite[1].get("name") == str(FAIL.case)
+    assert suite[1].get("name") == FAIL.title
     assert suite[1].get("classname") == "pipeproof.table.gpipe"
     golden(suite[1][0].text or "")
     golden(suite[4][0].get("message"))

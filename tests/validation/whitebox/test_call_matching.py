@@ -18,7 +18,7 @@ from pipeproof.core.observe.watching import Watcher
 from pipeproof.reference.data import Batch
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.crossings import find_passages
-from pipeproof.whitebox.survey import Places, Survey
+from pipeproof.whitebox.tensor_index import Places, TensorIndex
 from tests.support.golden import golden
 from tests.support.two_ranks import (
     WIDTH,
@@ -56,7 +56,7 @@ def batches(*, equal: bool = False) -> list[Batch]:
 
 def places(given: list[Batch]) -> tuple[Places, Places]:
     whole = model()
-    survey = Survey(whole)
+    survey = TensorIndex(whole)
     for microbatch, batch in enumerate(given):
 
         def train(batch: Batch = batch) -> None:
@@ -250,7 +250,7 @@ class Streams(nn.Module):
 def streamed(gates: list[Tensor]) -> dict[int, Passed]:
     """What passed where stage 1 is given these for the second stream."""
     whole, given, watcher = Streams(), batches(), Watcher()
-    survey = Survey(whole)
+    survey = TensorIndex(whole)
     for number, batch in enumerate(given):
         survey.watch(number, batch, partial(whole, *batch.inputs))
     for stage in whole.stages:

@@ -17,7 +17,7 @@ from pipeproof.core.observe.watching import Watcher
 from pipeproof.reference.data import Batch
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.crossings import find_passages
-from pipeproof.whitebox.survey import Places, Survey
+from pipeproof.whitebox.tensor_index import Places, TensorIndex
 from tests.support.golden import golden
 from tests.support.steps import loss_fn, pairs
 from tests.support.two_ranks import all_forward_all_backward, half, model_of, named, plain
@@ -37,7 +37,7 @@ def batches() -> list[Batch]:
 
 def places() -> tuple[Places, Places]:
     whole = model()
-    survey = Survey(whole)
+    survey = TensorIndex(whole)
     for microbatch, batch in enumerate(batches()):
 
         def train(batch: Batch = batch) -> None:

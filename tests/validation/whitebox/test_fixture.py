@@ -178,7 +178,8 @@ def test_a_test_that_does_not_look_fails(python: Launch, torchrun: Launch, tmp_p
 
 
 def drawn(name: str, seed: int | None = 0, fixtures: Sequence[str] = ("pipeproof_world",)) -> str:
-    item = SimpleNamespace(config=SimpleNamespace(getoption={"--pipeproof-seed": seed}.get), fixturenames=fixtures)
+    config = SimpleNamespace(getoption={"--pipeproof-seed": seed}.get)
+    item = SimpleNamespace(config=config, fixturenames=fixtures, get_closest_marker=lambda _: None)
     with _drawing(cast(pytest.Item, item), name):
         return f"{random.random()} {numpy.random.random_sample()} {torch.rand(()).item()}\n"
 

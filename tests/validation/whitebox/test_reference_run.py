@@ -14,8 +14,8 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.reference.step import Recipe, Reference, Site
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.reference_run import ReferenceRun, SecondModel
-from pipeproof.whitebox.survey import Places
 from pipeproof.whitebox.task import ReferenceRaised, Task
+from pipeproof.whitebox.tensor_index import Places
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import all_forward_all_backward, data, half, model_of
 
@@ -100,7 +100,7 @@ def test_sketches_are_gathered_only_of_what_nobody_has(monkeypatch: pytest.Monke
         made.append(sketch(tensor))
         return made[-1]
 
-    monkeypatch.setattr("pipeproof.whitebox.survey.sketch", counted)
+    monkeypatch.setattr("pipeproof.whitebox.tensor_index.sketch", counted)
     task, place = task_of(), "output 0 of last"
     begun = run_of(task)
     if ahead:
@@ -130,7 +130,7 @@ def test_only_what_may_be_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
         looked.append(digest_of_values(tensor))
         return looked[-1]
 
-    monkeypatch.setattr("pipeproof.whitebox.survey.digest_of_values", counted)
+    monkeypatch.setattr("pipeproof.whitebox.tensor_index.digest_of_values", counted)
     places, kept = Places(gather=lambda: None), [torch.full((3,), float(k)) for k in range(4)]
     for number, one in enumerate(kept):
         places.keep("layer", number, one)

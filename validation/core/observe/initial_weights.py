@@ -10,9 +10,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.fence import Fence
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.shards import InShards, is_plain
 
 SumOf = Callable[[nn.Parameter], object]

@@ -23,8 +23,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeproof.core.observe.backward_lines import is_inside_a_backward
-from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.fence import Fence
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.shards import InShards
 from pipeproof.core.observe.stack import Stack, own_stack
 from pipeproof.core.observe.written_views import WRITES

@@ -28,9 +28,13 @@ class Line:
     @property
     def place(self) -> str:
         """The place, without the text."""
+        return f"{self.path}:{self.number} {self.function}"
+
+    @property
+    def path(self) -> str:
+        """The file, relative to the current folder if it lies in there."""
         path = Path(self.file)
-        short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"{short}:{self.number} {self.function}"
+        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _LONGEST else f"{self.text[: _LONGEST - 1]}…"

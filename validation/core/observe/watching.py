@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeproof.core.observe.as_they_came import AsTheyCame
 from pipeproof.core.observe.backward_lines import backward_stack, is_inside_a_backward
-from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.calls import Call, Flows, Mode, Note
 from pipeproof.core.observe.elements import version
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
 from pipeproof.core.observe.own_losses import OwnLosses, trains
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.posted_messages import did, find_received
 from pipeproof.core.observe.shards import InShards, whole_here
 from pipeproof.core.observe.sketch import Sketch, sketch

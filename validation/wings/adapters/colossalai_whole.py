@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.adapters import on_cpu
 from pipeproof.wings.adapters.framework import AdapterError, Framework, around, replace_attribute

@@ -122,7 +122,7 @@ def record_step(
 ) -> AbstractContextManager[StepRecording]:
     """Record one step of a running job in this block. Every rank enters it.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. If recording fails, it
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof compare``. If recording fails, it
     warns and writes nothing. The job keeps its weights, optimizer and random numbers, and goes on.
 
     engine: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in any form: the

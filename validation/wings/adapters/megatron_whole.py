@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.wings.adapters import on_cpu
 from pipeproof.wings.adapters.framework import AdapterError, Framework
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.observe.belongings import belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.torch_pipelining import Recorder, by_microbatches, stages_of
 from pipeproof.wings.adapters.drawn import Drawn

@@ -36,3 +36,6 @@ from pipeproof.wings.advise.transformer import Experts as Experts
 from pipeproof.wings.advise.transformer import Transformer as Transformer
 from pipeproof.wings.advise.transformer import model_named as model_named
 from pipeproof.wings.advise.transformer import model_of_config as model_of_config
+from pipeproof.wings.advise.words import describe_request as describe_request
+from pipeproof.wings.advise.words import known as known
+from pipeproof.wings.advise.words import tables as tables

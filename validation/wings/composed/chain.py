@@ -22,7 +22,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.pipeline.action import Kind
 from pipeproof.whitebox.call_matching import CallOrder, Column
 from pipeproof.whitebox.crossings import Context, collect_sent, find_detached, passages_of
-from pipeproof.whitebox.survey import TOGETHER, Places
+from pipeproof.whitebox.tensor_index import TOGETHER, Places
 from pipeproof.wings.composed.link import Link, StageCalls
 from pipeproof.wings.composed.sources import TARGETS, Data, Input, Output, Source, Sources, as_sent, is_target
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.core.observe.belongings import belongs_to_rank
 from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.records.rank_part import Arrival, Run
 from pipeproof.wings.composed.link import StageCalls
 

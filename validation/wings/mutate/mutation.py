@@ -99,7 +99,7 @@ def mutate(
     Raises ``WhiteBoxError`` for a test that fails without a fault. If replicas have equal data, faults in sums over
     them are not judged, because a missing sum does not show.
     """
-    names = _choose(only)
+    names = choose(only)
     if not callable(test):
         raise WhiteBoxError(f"test is {test!r}: expected what can be called with a RankContext")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
@@ -115,7 +115,8 @@ def mutate(
         return Mutated(tuple(_try(name, faulty, ranks, same=same) for name in names))
 
 
-def _choose(only: Collection[str]) -> Sequence[str]:
+def choose(only: Collection[str]) -> Sequence[str]:
+    """The names of faults that are asked for, or all. Raises ``WhiteBoxError`` for an unknown one."""
     if not isinstance(only, Iterable):
         raise WhiteBoxError(f"only is {only!r}: expected names of faults, such as {next(iter(MUTANTS))!r}")
     wanted = [only] if isinstance(only, str) else list(only)
@@ -237,3 +238,16 @@ def under_test() -> Iterator[None]:
             yield
     finally:
         marks[number] = False
+
+
+class FaultyStep:
+    """A step of a user's with a general fault in it, on every rank."""
+
+    summary = "all gradients are doubled on their way"
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        with MUTANTS["gradient-doubled"].plant(Planting()):
+            return self.func(*given, **named)

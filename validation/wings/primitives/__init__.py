@@ -25,6 +25,9 @@ from pipeproof.wings.primitives.stacks import ONE_DEVICE as ONE_DEVICE
 from pipeproof.wings.primitives.stacks import Stack as Stack
 from pipeproof.wings.primitives.stacks import find_primitive as find_primitive
 from pipeproof.wings.primitives.stacks import smallest_stack as smallest_stack
+from pipeproof.wings.primitives.words import LEGEND as LEGEND
+from pipeproof.wings.primitives.words import as_data as as_data
+from pipeproof.wings.primitives.words import describe as describe
 
 if TYPE_CHECKING:
     from pipeproof.core.verdict import Verdict

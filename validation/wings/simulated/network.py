@@ -8,8 +8,8 @@ from torch import Tensor
 from pipeproof.core.observe.stack import own_stack
 from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.wings.simulated.buffers import HeldTensors, copies, describe, fit, race
-from pipeproof.wings.simulated.ends import Batch, End, Ends, Room, Way
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
+from pipeproof.wings.simulated.message_endpoints import Batch, End, Ends, Room, Way
 from pipeproof.wings.simulated.store import Communicator
 from pipeproof.wings.simulated.torch_inside import unwatch
 from pipeproof.wings.simulated.work import SimulatedWork, Works

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeproof.core.observe.belongings import belongings, belongs_to_rank
+from pipeproof.core.observe.per_rank_globals import belongings, belongs_to_rank
 from pipeproof.wings.simulated.torch_inside import SWITCHES
 from pipeproof.worlds.settings import OF_A_PROCESS, Setting
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from pipeproof.core.observe.belongings import share_process
+from pipeproof.core.observe.per_rank_globals import share_process
 from pipeproof.core.observe.posted_messages import progress
 from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline.transports import RULES

@@ -28,7 +28,7 @@ from torch.profiler import profiler
 from torch.utils import checkpoint
 
 from pipeproof.core.observe import posted_messages
-from pipeproof.core.observe.belongings import belongs_to_rank, once_imported
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank, once_imported
 from pipeproof.pipeline import waiting
 
 _NAMES = {  # fields in torch.distributed's record of groups

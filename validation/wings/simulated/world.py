@@ -4,9 +4,11 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import MOST_SEED, some
 from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
 from pipeproof.wings.simulated.engine.exploration import Course, Exploration, describe_explorations
 from pipeproof.wings.simulated.engine.guide import Guide, Preemption, parse_interleaving, preemptions
@@ -20,6 +22,9 @@ from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.timeout import BUDGET, END_S
 from pipeproof.worlds.world import World
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 _WHICH = ", nor did another: simulated ranks share a process, and which of them holds it is not known"
 _AHEAD = "; on NCCL a program goes on after wait() while its device waits: there it may end"
@@ -77,8 +82,21 @@ class SimulatedWorld(World):
     def decide(self, decision: Simulation) -> None:
         """Set the settings of the next runs."""
         self.transport, self.seed = decision.transport, decision.first
-        self.seeds, self.most = decision.seeds, decision.most
+        self.seeds, self.most = decision.seeds if decision.count > 1 else (), decision.most
         self.room = decision.room
+
+    def decisions(self) -> "SearchStrategy[Simulation] | None":
+        """Any seed, over this world's transport; None where it runs each case under several of its own."""
+        if self.searches:
+            return None
+        from hypothesis import strategies as st  # of a campaign alone
+
+        like = self.decision
+        return st.integers(0, MOST_SEED).map(lambda seed: replace(like, first=seed))
+
+    def clock(self) -> float:
+        """The machine's: simulated ranks have others."""
+        return perf_counter()
 
     def set_transport(self, transport: Transport) -> None:
         self.transport = transport

@@ -24,7 +24,7 @@ def validate_mixed(case: MixedCase, world: World) -> Verdict:
     """The verdict on the step, run on two of ``world``'s ranks. Raises what a run raises."""
     began = perf_counter()
     verdict: Verdict = world.run(_check_rank, case, ranks=RANKS)[0]
-    return replace(verdict, rerun=f"pipeproof specimens --only {case.name}", seconds=perf_counter() - began)
+    return replace(verdict, rerun=f"pipeproof mutate --only {case.name}", seconds=perf_counter() - began)
 
 
 def try_mixed(fault: MixedFault, world: World) -> Trial:

@@ -49,9 +49,9 @@ def test_each_layout_is_told_in_sentences() -> None:
     for number, choice in enumerate(advice.best, 1):
         assert f"<h2>{number}. {choice.layout.words}</h2>" in shown
         assert f"{choice.time.bubble / choice.time.total:.1%} of a step" in shown or choice.layout.pp == 1
-        assert f"{choice.time.utilization(advice.cluster):.1%} of what" in shown
+        assert f"{choice.time.utilization(advice.cluster):.1%} of the devices" in shown
     assert len(advice.best) == 3
-    golden(PageText(shown).lines, lines="the fullest device|devices could do")
+    golden(PageText(shown).lines, lines="the fullest device|of the devices")
 
 
 def test_where_nothing_fits_it_says_so() -> None:

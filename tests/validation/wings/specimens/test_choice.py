@@ -23,7 +23,7 @@ def test_names_are_chosen_or_refused() -> None:
     assert choose("", device="cpu", shrinks=True) == list(SPECIMENS)
     assert choose("", device="cuda") == [*SPECIMENS, *ON_DEVICES]
     assert choose("clip-twice, clip-never", device="cpu") == ["clip-twice", "clip-never"]
-    with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': pipeproof specimens --list prints all"):
+    with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': pipeproof mutate --list prints all"):
         choose("clip-twice,gremlin", device="cuda")
     assert choose("other-device", device="cuda") == ["other-device"]
     with pytest.raises(SpecimenError, match="'other-device' needs a device other than the CPU: name its type with"):

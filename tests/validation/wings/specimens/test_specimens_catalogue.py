@@ -33,7 +33,7 @@ def test_a_file_is_read_once_and_forgotten_again() -> None:
 
 
 def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["specimens", "--plugin", str(OWN), "--list"]) == 0
+    assert main(["mutate", "--plugin", str(OWN), "--list"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.split()[:3] == [NAME, "own", "scale"]
     golden(line)
@@ -41,7 +41,7 @@ def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.pipeproof_ranks
 def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["specimens", "--plugin", str(OWN)]) == 0
+    assert main(["mutate", "--plugin", str(OWN)]) == 0
     out = capsys.readouterr().out
     golden(out, lines="tried")
     assert "no faults" not in out
@@ -100,7 +100,7 @@ def test_a_file_that_will_not_do_is_refused_in_a_sentence_and_leaves_nothing(
     file = tmp_path / "own.py"
     file.write_text(text)
     known = set(SPECIMENS)
-    assert main(["specimens", "--plugin", str(file)]) == 2
+    assert main(["mutate", "--plugin", str(file)]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
@@ -112,7 +112,7 @@ def test_a_file_that_will_not_do_is_refused_in_a_sentence_and_leaves_nothing(
 def test_a_file_that_cannot_be_read_is_said(
     path: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["specimens", "--plugin", path and str(tmp_path / path)]) == 2
+    assert main(["mutate", "--plugin", path and str(tmp_path / path)]) == 2
     assert words in capsys.readouterr().err
 
 

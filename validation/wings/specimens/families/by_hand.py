@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeproof.core.observe.belongings import ranks_share_process
+from pipeproof.core.observe.per_rank_globals import ranks_share_process
 from pipeproof.core.observe.wrappers import AroundTransport
 from pipeproof.own.faults import Plant
 from pipeproof.pipeline.action import Kind

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeproof.commands.measure import measure
 from pipeproof.own.case import Case
+from pipeproof.own.measured import measure
 from pipeproof.pipeline.schedules import FAMILIES, virtuals
 from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.pipeline.transports import Transport
