@@ -26,7 +26,7 @@ class HalfUnscaled(MixedStep):
 
 
 class HalfScaled(MixedStep):
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         return super().scale(loss) * 2.0
 
 
