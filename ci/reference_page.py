@@ -51,7 +51,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
         Name("pipeproof.whitebox", "validate", "validation/whitebox/validator.py", briefly=True),
         Name("pipeproof", "Contract", "validation/core/contract.py"),
-        Name("pipeproof.whitebox", "WhiteBox", "validation/whitebox/validator.py"),
+        Name("pipeproof.whitebox", "WhiteBox", "validation/whitebox/validator.py", methods=("validate", "fuzz")),
         Name("pipeproof.whitebox", "fuzz", "validation/whitebox/validator.py"),
         Name("pipeproof.whitebox", "Campaign", "validation/whitebox/space.py"),
         Name("pipeproof.whitebox", "StepCase", "validation/whitebox/space.py"),

@@ -63,9 +63,7 @@ class StageGradients:
         self._transport = transport
         self._placement = placement
         self._tied = [dict(sorted(copies.items())) for copies in tied]
-        self._agreed: set[tuple[int, int]] = (
-            set()
-        )  # tied parameters that were compared with a rank's copy, and the rank
+        self._agreed = set[tuple[int, int]]()  # tied parameters that were compared with a rank's copy, and the rank
         for copies in self._tied:
             self._check(copies)
 
@@ -75,11 +73,9 @@ class StageGradients:
                 self._reduce(number, copies)
 
     def squares(self) -> list[float]:
-        norms = [
-            torch.linalg.vector_norm(_real(parameter.grad), dtype=torch.float64)
-            for parameter in self._logical()
-            if parameter.grad is not None
-        ]
+        gradients = [parameter.grad for parameter in self._logical() if parameter.grad is not None]
+        real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients)
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in real]
         return [norm**2 for norm in torch.stack(_whole(norms)).tolist()] if norms else []
 
     def scale(self, factor: float) -> None:
@@ -99,8 +95,15 @@ class StageGradients:
 
     def _reduce(self, number: int, copies: Tied) -> None:
         """Exchange shares between every two ranks with copies; then each adds all, in stage order."""
-        here = {stage: self._parameter(stage, name) for stage, name in copies.items() if stage in self._modules}
-        spec = _spec(next(iter(here.values())))
+        here = {
+            stage: dict(self._modules[stage].named_parameters(remove_duplicate=False))[name]
+            for stage, name in copies.items()
+            if stage in self._modules
+        }
+        copy = next(iter(here.values()))
+        # Gradients travel in row-major order, whatever a copy's strides.
+        plain = torch.empty(copy.shape, dtype=copy.dtype, device="meta")
+        spec = TensorSpec.of(plain.requires_grad_(copy.requires_grad))
         shares = {stage: None if p.grad is None else p.grad.contiguous().clone() for stage, p in here.items()}
         own, rank = tuple(shares), self._transport.rank
         for pair in combinations(sorted({self._placement[stage] for stage in copies}), 2):
@@ -132,7 +135,12 @@ class StageGradients:
         for stage in stages:
             message = self._message(number, stage, self._placement[stage])
             if (number, message.peer) not in self._agreed:
-                self._compare(number, stage, spec, decode_specs(self._receive_sum(message, HEADER_BYTES))[0])
+                (other,) = decode_specs(self._receive_sum(message, HEADER_BYTES))
+                if spec != other:
+                    raise TiedError(
+                        f"tied {dict(self._tied[number])}: {self._tied[number][stage]} of stage {stage} is "
+                        f"{_text(other)}, this rank's copy {_text(spec)}: copies of one parameter must be alike"
+                    )
             (shares[stage],) = gradients((spec,)).unpack(self._receive_sum(message, gradients((spec,)).nbytes))
         return shares
 
@@ -140,32 +148,23 @@ class StageGradients:
         self._transport.post(message, nbytes)
         return self._transport.receive(message)
 
-    def _compare(self, number: int, stage: int, own: TensorSpec, other: TensorSpec) -> None:
-        if own != other:
-            name = self._tied[number][stage]
-            raise TiedError(
-                f"tied {dict(self._tied[number])}: {name} of stage {stage} is {_text(other)}, this rank's copy "
-                f"{_text(own)}: copies of one parameter must be alike"
-            )
-
     def _message(self, number: int, stage: int, peer: int) -> Message:
         name = f"gradient of tied {self._tied[number][stage]} of stage {stage}"
         return Message(name, peer, _TIED_TAGS + number * len(self._placement) + stage)
 
-    def _parameter(self, stage: int, name: str) -> nn.Parameter:
-        return dict(self._modules[stage].named_parameters(remove_duplicate=False))[name]
-
     def _check(self, copies: Tied) -> None:
+        here = []
         for stage, name in copies.items():
             if not 0 <= stage < len(self._placement):
                 raise TiedError(f"tied {name}: there is no stage {stage}, stages are 0..{len(self._placement) - 1}")
-            if stage in self._modules and name not in dict(
-                self._modules[stage].named_parameters(remove_duplicate=False)
-            ):
+            if stage not in self._modules:
+                continue
+            parameter = dict(self._modules[stage].named_parameters(remove_duplicate=False)).get(name)
+            if parameter is None:
                 raise TiedError(f"tied {name}: stage {stage} has no parameter of that name")
-            if stage in self._modules and isinstance(self._parameter(stage, name), InShards):
+            if isinstance(parameter, InShards):
                 raise TiedError(f"tied {name}: stage {stage} has it in shards: leave tied ones out of fully_shard")
-        here = [self._parameter(stage, name) for stage, name in copies.items() if stage in self._modules]
+            here.append(parameter)
         if len({id(parameter) for parameter in here}) < len(here):
             raise TiedError(
                 f"tied {dict(copies)}: one tensor serves several stages of this rank, so their gradients are summed "
@@ -197,16 +196,6 @@ def _whole(norms: Sequence[Tensor]) -> list[Tensor]:
         together = torch.stack([norms[k] for k in those])
         found |= zip(those, together.full_tensor() if isinstance(together, InShards) else together, strict=True)
     return [found[k] for k in range(len(norms))]
-
-
-def _real(gradient: Tensor) -> Tensor:
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-
-
-def _spec(parameter: nn.Parameter) -> TensorSpec:
-    """The common spec of copies. Gradients travel in row-major order, whatever a copy's strides."""
-    plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return TensorSpec.of(plain.requires_grad_(parameter.requires_grad))
 
 
 def _text(spec: TensorSpec) -> str:

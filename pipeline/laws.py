@@ -1,8 +1,4 @@
-"""Static laws for schedules, one function each; all violations are collected, then raised once.
-
-Laws that depend on the user's setup (``within_memory``, ``weights_in_order``, ``ascending``) are not among ``LAWS``;
-they are passed beside them.
-"""
+"""Static laws for schedules, one function each; all violations are collected, then raised once."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +9,6 @@ import numpy as np
 from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind, ShardAction, ShardKind
 from pipeproof.pipeline.columns import CODE, Columns, Ints, Mask
 from pipeproof.pipeline.dataflow import NEVER, flow, stuck, suppliers
-from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.text_grid import mark_cells
 
@@ -214,48 +209,6 @@ def unsharded(schedule: Schedule) -> Iterator[Violation]:
         for stage in sorted(whole):
             message = f"stage {stage} ends gathered: expected a {stage}RESHARD after its last {stage}UNSHARD"
             yield Violation("unsharded", message, rank)
-
-
-def memory_law(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
-    """Build the law that no rank ever holds more than ``limit`` activations, by the counts in ``memory``."""
-
-    def memory(schedule: Schedule) -> Iterator[Violation]:
-        peaks = peaks_of(schedule.columns, weight_memory=weight_memory, sizes=sizes)
-        for rank, (value, slot) in enumerate(peaks):
-            if value > limit:
-                message = f"holds {value:g} activations at {schedule.ranks[rank][slot]}, more than {limit:g}"
-                yield Violation("memory", message, rank, ((rank, slot),))
-
-    return memory
-
-
-def weights_in_order(schedule: Schedule) -> Iterator[Violation]:
-    """On each rank, the W come in the order of their I: a need of first-in-first-out stores."""
-    for rank, row in enumerate(schedule.ranks):
-        inputs, weights = (
-            [(action.stage, action.microbatch) for action in row if action.kind is kind]
-            for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        )
-        for site, found in zip(inputs, weights, strict=False):
-            if site != found:
-                action, expected = (Action(stage, Kind.BACKWARD_WEIGHT, m) for stage, m in (found, site))
-                message = f"{action} comes where a first-in-first-out store holds {expected}"
-                yield Violation("weights-in-order", message, rank, ((rank, row.index(action)),))
-                break
-
-
-def ascending(schedule: Schedule) -> Iterator[Violation]:
-    """Each stage adds its weight gradients in ascending order of microbatches, as a sequential reference does."""
-    for rank, row in enumerate(schedule.ranks):
-        highest: dict[int, Action] = {}
-        for slot, action in enumerate(row):
-            if action.kind not in GIVES_WEIGHT_GRADIENT:
-                continue
-            before = highest.setdefault(action.stage, action)
-            if before.microbatch > action.microbatch:
-                yield Violation("ascending", f"{action} comes after {before}", rank, ((rank, slot),))
-                break
-            highest[action.stage] = action
 
 
 LAWS: tuple[Law, ...] = (compute_only, placement, completeness, local_order, acyclic, reduced_once, unsharded)

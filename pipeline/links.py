@@ -63,7 +63,11 @@ class Links:
 
     def send_activation(self, action: Action, outputs: Tensors) -> None:
         specs = tuple(map(TensorSpec.of, outputs))
-        letter = self._letters.get(action) or self._letter(action) or self._introduce(action, specs)
+        letter = self._letters.get(action) or self._letter(action)
+        if letter is None:  # the first message of its kind: its shapes go before it
+            self._specs[self._key(action)] = specs
+            self._transport.send(self._header(action), encode_specs(specs))
+            letter = self._lookup(action)
         if specs != letter.layout.specs:
             raise BoundaryError(
                 f"stage {action.stage} handed on {_text(specs)} for microbatch {action.microbatch}, but "
@@ -114,12 +118,6 @@ class Links:
         letter = self._letter(action)
         assert letter is not None, f"{action} answers an activation, whose shapes are known by now"
         return letter
-
-    def _introduce(self, action: Action, specs: Specs) -> _Letter:
-        """Send shapes to the receiver, before the first message of a kind."""
-        self._specs[self._key(action)] = specs
-        self._transport.send(self._header(action), encode_specs(specs))
-        return self._lookup(action)
 
     def _get_to_know(self, action: Action) -> _Letter:
         header = self._header(action)

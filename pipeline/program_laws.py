@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from pipeproof.pipeline.action import COMPUTE, WAITS, Kind
-from pipeproof.pipeline.buffers import buffer_peaks
 from pipeproof.pipeline.columns import Columns, Ints
 from pipeproof.pipeline.dataflow import NONE
 from pipeproof.pipeline.deadlock import deadlocks
@@ -103,20 +102,6 @@ def no_deadlock(*transports: Transport) -> ProgramLaw:
                 yield Violation("deadlock", f"under {transport.value}: {cycle.text}", None, cells)
 
     return deadlock
-
-
-def buffer_law(limit: int) -> ProgramLaw:
-    """Build the law that no rank ever keeps more than ``limit`` buffers in any category."""
-
-    def buffers(program: Program) -> Iterator[Violation]:
-        for what, peaks in buffer_peaks(program).items():
-            for rank, (count, slot) in enumerate(peaks):
-                if count > limit:
-                    action = program.columns.action(int(program.columns.bounds[rank]) + slot)
-                    message = f"has {count:g} {what} at {action}, more than {limit}"
-                    yield Violation("buffers", message, rank, ((rank, slot),))
-
-    return buffers
 
 
 ANYWHERE: tuple[ProgramLaw, ...] = (placement, messages, message_order, channel_order)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.cells import Cells, cells_of
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.mesh import Groups
@@ -25,7 +25,7 @@ _WANTED = "a trace of torch's profiler with actions such as PP:0F0, or one that 
 _ACTIONS = ("compute", "communication")  # the categories of our own
 _MESH = "mesh_"  # and an axis: how groups of a mesh are called
 _LATEST = 1e18  # microseconds
-_AFTER = (Kind.SEND_F, Kind.RECV_B)  # the other end is the stage after
+_OTHER_END = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}  # of a message, from its stage
 
 Event = Mapping[str, Any]
 Row = list[tuple[str, str]]  # of a rank, the step and the text of each action, in the order in which they began
@@ -198,13 +198,8 @@ def _whole(cells: Cells, ranks: Sequence[int]) -> Cells:
                 cure = "give the traces of one pipeline, or --mesh with all axes in their order"
                 raise ScheduleError(f"ranks {other} and {rank} both have stage {stage}: {cure}")
     for action in (action for row in cells.rows for action in row):
-        if (stage := _other_end(action)) not in has:
+        stage = action.stage + _OTHER_END.get(action.kind, 0)
+        if stage not in has:
             text = f"{action} meets stage {stage}, of which no trace tells"
             raise ScheduleError(f"{text}: give those of all ranks of the pipeline")
     return cells
-
-
-def _other_end(action: Action) -> int:
-    if action.kind in _AFTER:
-        return action.stage + 1
-    return action.stage - 1 if action.kind in (Kind.SEND_B, Kind.RECV_F) else action.stage

@@ -6,12 +6,12 @@ after the last backward. ``fully_shard`` reduces in hooks of its own, which only
 the step's last one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.pipeline.boundary import Gradients, Tensors
@@ -105,22 +105,13 @@ def with_replicas(inner: GradientWork, modules: Sequence[nn.Module]) -> Gradient
 
 def _take_mean(module: DistributedDataParallel) -> None:
     """Average gradients. A parameter without a gradient on some replicas gets one there; without any, none."""
-    group = module.process_group
-    parameters = list(_trainable(module))
+    group, ignored = module.process_group, module.parameters_to_ignore
+    parameters = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
     present = torch.tensor([float(p.grad is not None) for p in parameters], device=module.device)
     dist.all_reduce(present, group=group)
     for parameter, count in zip(parameters, present.tolist(), strict=True):
         if count:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = _mean(gradient, group)
-
-
-def _trainable(module: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    ignored = module.parameters_to_ignore
-    return (p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
-
-
-def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gradient = gradient.detach().contiguous()  # a view of DDP's buckets may be among them
-    dist.all_reduce(gradient, group=group)
-    return gradient.div_(dist.get_world_size(group))
+            gradient = gradient.detach().contiguous()  # a view of DDP's buckets may be among them
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient.div_(dist.get_world_size(group))

@@ -89,7 +89,7 @@ class _Pass:
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_F: self._send_f,
             Kind.SEND_B: self._send_b,
@@ -127,14 +127,10 @@ class _Pass:
         self._outputs[stage, microbatch] = outputs
 
     def _backward(self, action: Action) -> None:
-        stage, _, microbatch = action
-        gradients = self._stages[stage].backward(microbatch, self._output_gradients(stage, microbatch))
-        self._input_gradients[stage, microbatch] = gradients
-
-    def _backward_input(self, action: Action) -> None:
-        stage, _, microbatch = action
-        gradients = self._stages[stage].backward_input(microbatch, self._output_gradients(stage, microbatch))
-        self._input_gradients[stage, microbatch] = gradients
+        stage, kind, microbatch = action
+        own = self._stages[stage]
+        run = own.backward if kind is Kind.BACKWARD else own.backward_input
+        self._input_gradients[stage, microbatch] = run(microbatch, self._output_gradients(stage, microbatch))
 
     def _backward_weight(self, action: Action) -> None:
         self._stages[action.stage].backward_weight(action.microbatch)

@@ -1,6 +1,6 @@
 """A schedule: compute actions of every rank, in order, as a frozen value."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,26 +78,21 @@ def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     naming: every cell an action, something in every row, every stage on one rank, stages 0..S-1 and microbatches 0..M-1
     all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
-    cells = read_cells(text)
-    return schedule_of(cells, name=name)
+    return schedule_of(read_cells(text), name=name)
 
 
 def schedule_of(cells: Cells, *, name: str) -> Schedule:
     """Build a schedule from compute actions, with their placement and microbatches. Raises ``ScheduleError``."""
     microbatches = _count({action.microbatch for row in cells.rows for action in row}, "microbatch")
-    placement = _placement_of(cells.rows)
-    return Schedule(name, microbatches, placement, cells.rows, cells.overlaps, cells.shard_actions)
-
-
-def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     owner: dict[int, int] = {}
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(cells.rows):
         for action in row:
             if owner.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
                     f"row {rank + 1}: {action} is stage {action.stage}, which row {owner[action.stage] + 1} has already"
                 )
-    return tuple(owner[stage] for stage in range(_count(owner.keys(), "stage")))
+    placement = tuple(owner[stage] for stage in range(_count(owner.keys(), "stage")))
+    return Schedule(name, microbatches, placement, cells.rows, cells.overlaps, cells.shard_actions)
 
 
 def _count(numbers: Collection[int], what: str) -> int:

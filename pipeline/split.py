@@ -192,15 +192,11 @@ class _Graph:
             for child, number in node.next_functions
             if child is not None and child not in self.on_the_way and uses[child]
         ]
-        self.whole = self._why_whole(raw & named)
-
-    def _why_whole(self, both: set[Node]) -> str:
-        """Say why the backward cannot be cut at all; empty if it can."""
-        if both:
-            return "a parameter is used both in torch calls and inside an autograd.Function"
-        if any("CheckpointFunction" in node.name() for node in self.on_the_way):
-            return "reentrant checkpointing adds to the parameters by itself"
-        return ""
+        self.whole = ""  # why the backward cannot be cut at all
+        if raw & named:
+            self.whole = "a parameter is used both in torch calls and inside an autograd.Function"
+        elif any("CheckpointFunction" in node.name() for node in self.on_the_way):
+            self.whole = "reentrant checkpointing adds to the parameters by itself"
 
     def plan(self) -> tuple[list[_Deferred], list[GradientEdge], tuple[str, ...]]:
         """Nodes with waiting weights; edges with gradients computed beside the inputs'; and the reasons."""

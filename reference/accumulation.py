@@ -28,10 +28,6 @@ class Accumulation:
     late: bool = False
     bundles: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
-    def total(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> Gradient:
-        """Add ``parts`` by microbatch to ``onto``, in this ``order``. None if all are."""
-        return self.reduce(self.of_each(parts, order, onto=onto))
-
     def dealt(self, shares: Sequence[Sequence[int]]) -> "Accumulation":
         """Give replicas these ``shares``; a single replica keeps all."""
         return replace(self, shares=tuple(map(tuple, shares))) if self.shares else self

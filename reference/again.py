@@ -1,14 +1,12 @@
 """A stage as a model: its calls run again, with the gradients that flowed back as objective."""
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -16,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from pipeproof.reference.attributes import Attribute, attributes_of, list_changed, put_back
 from pipeproof.reference.copied import hooks_of
 from pipeproof.reference.drawn_from import DrawnFrom
-from pipeproof.reference.generators import Generator, GeneratorState, set_states_on, states_on
+from pipeproof.reference.generators import Generator, GeneratorState, drew, own_generators, set_states_on, states_on
 from pipeproof.reference.graph import hook_first
 
 _run_again = set[int]()  # the ids of modules
@@ -27,8 +25,8 @@ Tensors = Callable[[object], list[Tensor]]  # readable tensors in a structure, i
 class State:
     """A call's dependencies besides inputs and weights, at its start.
 
-    ``drawn``: random number state by device; ``python`` and ``arrays``: Python's and numpy's; ``generators``: other
-    ones, with their states. ``training``: of each module inside, in order. ``autocast``: by device, whether it is on,
+    ``drawn``: random number state by device; ``own``: Python's and numpy's; ``generators``: other ones, with their
+    states. ``training``: of each module inside, in order. ``autocast``: by device, whether it is on,
     and its type. ``buffers`` by name, also empty ones; names that share a buffer share it here too. ``attributes``:
     other module members; a ``whole`` state restores them.
     """
@@ -37,8 +35,7 @@ class State:
     training: tuple[bool, ...]
     autocast: Mapping[str, tuple[bool, torch.dtype]]
     buffers: Mapping[str, Tensor | None]
-    python: Any
-    arrays: Any
+    own: tuple[GeneratorState, ...]
     generators: tuple[GeneratorState, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     whole: bool = False
@@ -55,8 +52,7 @@ class State:
                 for device in devices
             },
             _copies(_buffers(module)),
-            random.getstate(),
-            numpy.random.get_state(),
+            tuple(map(GeneratorState.of, own_generators(()))),
             tuple(map(GeneratorState.of, generators)),
             tuple(attributes_of(module)),
         )
@@ -68,21 +64,23 @@ class State:
         Those go on from there, as for a loss that draws some. Buffers are replaced meanwhile: a backward may still need
         the ones that a call has written to.
         """
-        modes = tuple(part.training for part in module.modules())
-        buffers = [(part, dict(part._buffers)) for part in module.modules()]
-        with ExitStack() as stack:
-            stack.callback(_switch, module, modes)
-            stack.callback(_put_back, buffers)
-            self._draw()
-            _switch(module, self.training)
-            now = _buffers(module)
-            for name, kept in _copies(self.buffers).items():
+        every = [(part, part.training, dict(part._buffers)) for part in module.modules()]
+        now = _buffers(module)
+        for kept in (*self.own, *self.generators):
+            kept.put_back()
+        set_states_on(self.drawn)
+        try:
+            for (part, *_), training in zip(every, self.training, strict=True):
+                part.training = training
+            for name, buffer in _copies(self.buffers).items():
                 prefix, _, leaf = name.rpartition(".")
-                module.get_submodule(prefix)._buffers[leaf] = _as_now(kept, now.get(name))
-            if self.whole:
-                stack.enter_context(put_back(module, self.attributes))
-            stack.enter_context(self.cast())
-            yield
+                module.get_submodule(prefix)._buffers[leaf] = _as_now(buffer, now.get(name))
+            with put_back(module, self.attributes if self.whole else ()), self.cast():
+                yield
+        finally:
+            for part, training, buffers in every:
+                part.training = training
+                part._buffers.update(buffers)
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -101,9 +99,7 @@ class State:
     @property
     def drew(self) -> bool:
         """True if random numbers were drawn since the capture."""
-        now = states_on(self.drawn)
-        on_devices = any(not torch.equal(now[device], state) for device, state in self.drawn.items())
-        return on_devices or any(kept.moved for kept in self.generators)
+        return drew(self.drawn) or any(kept.moved for kept in self.generators)
 
     def with_attributes(self) -> "State":
         """Include module attributes."""
@@ -112,13 +108,6 @@ class State:
     def in_training(self) -> "State":
         """Set everything to training mode."""
         return replace(self, training=(True,) * len(self.training))
-
-    def _draw(self) -> None:
-        set_states_on(self.drawn)
-        random.setstate(self.python)
-        numpy.random.set_state(self.arrays)
-        for kept in self.generators:
-            kept.put_back()
 
 
 @contextmanager
@@ -146,11 +135,6 @@ def _devices(module: nn.Module) -> set[torch.device]:
     return {torch.device("cpu"), *(one.device for one in module.parameters() if not one.is_meta)}
 
 
-def _switch(module: nn.Module, modes: Sequence[bool]) -> None:
-    for part, training in zip(module.modules(), modes, strict=True):
-        part.training = training
-
-
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
     every = ((prefix, leaf, one) for prefix, part in module.named_modules() for leaf, one in part._buffers.items())
     return {f"{prefix}.{leaf}" if prefix else leaf: one for prefix, leaf, one in every}
@@ -166,11 +150,6 @@ def _as_now(kept: Tensor | None, now: Tensor | None) -> Tensor | None:
     if kept is None or now is None:
         return kept
     return kept.to(now.device, now.dtype if now.is_floating_point() else kept.dtype)
-
-
-def _put_back(buffers: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
-    for part, own in buffers:
-        part._buffers.update(own)
 
 
 class _Here:
@@ -247,49 +226,50 @@ class Again(nn.Module):
     first call drew from, and those of other code in it. Either raises ``KeptElsewhere`` for a hidden state.
     """
 
+    stage: nn.Module
+    drew: bool  # whether any call drew random numbers
+    others: dict[str, tuple[Generator, ...]]
+    known: list[Generator]
+
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.__dict__["stage"] = stage
-        self.__dict__["drew"] = False  # whether any call drew random numbers
-        self.__dict__.update(others={}, known=[])
+        self.__dict__.update(stage=stage, drew=False, others={}, known=[])  # the stage is no submodule
         for members in ("_parameters", "_buffers", "_modules"):
             self.__dict__[members] = stage.__dict__[members]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Again":
-        stage: nn.Module = self.__dict__["stage"]
-        memo.update((id(one), one) for one in (*hooks_of(stage), *self.__dict__["known"]))
-        made = Again(copy.deepcopy(stage, memo))
-        made.__dict__.update(others=self.__dict__["others"], known=self.__dict__["known"])
+        memo.update((id(one), one) for one in (*hooks_of(self.stage), *self.known))
+        made = Again(copy.deepcopy(self.stage, memo))
+        made.__dict__.update(others=self.others, known=self.known)
         return made
 
     def forward(self, called: Called, *tensors: Tensor) -> Any:
         """Call the stage once more."""
-        stage: nn.Module = self.__dict__["stage"]
         arguments, named = called.arguments(tensors)
-        with called.state.resume(stage), self.looking(called.state):
-            made = stage(*arguments, **named)
-            self.__dict__["drew"] = self.__dict__["drew"] or called.state.drew
+        with called.state.resume(self.stage), self.looking(called.state):
+            made = self.stage(*arguments, **named)
+            self.__dict__["drew"] = self.drew or called.state.drew
             return made
 
     @contextmanager
     def looking(self, state: State, who: str = "") -> Iterator[None]:
         """Watch the first run for its random generators: the stage's call, or ``who`` computes with it."""
-        if who in self.__dict__["others"]:
+        if who in self.others:
             yield
             return
         known = self.__dict__["known"] = [kept.generator for kept in state.generators]
         with DrawnFrom(known, state.drawn) as drawn:
             yield
-        self.__dict__["others"][who] = tuple(drawn.others)
+        self.others[who] = tuple(drawn.others)
 
     def list_changed(self, called: Called) -> list[str]:
         """List attributes that changed on the stage since the call."""
-        return list_changed(self.__dict__["stage"], called.state.attributes)
+        return list_changed(self.stage, called.state.attributes)
 
     @property
     def drawn_from(self) -> tuple[str, Generator] | None:
         """A generator with an unknown state, and its user."""
-        return next(((who, one) for who, those in self.__dict__["others"].items() for one in those), None)
+        return next(((who, one) for who, those in self.others.items() for one in those), None)
 
 
 class _Flow(torch.autograd.Function):

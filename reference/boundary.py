@@ -43,21 +43,12 @@ def boundary(
         inputs, outputs, given = [], [], batch.inputs
         for layers in stages:
             inputs.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given))
-            given = run_layers(model, layers, inputs[-1])
+            given = model.through(layers, inputs[-1])
             outputs.append(given)
         (output,) = outputs[-1]
         loss = loss_fn(output, batch.target)
     made = Boundary(tuple(inputs), tuple(map(_plain, outputs)), loss.detach())
     return _backward(made, outputs, loss / divisor) if training else made
-
-
-def run_layers(model: Model, layers: Sequence[int], inputs: Tensors) -> Tensors:
-    """Run ``layers`` of ``model`` on ``inputs``."""
-    for layer in layers:
-        for piece in model.layers[layer]:
-            found = model.get_submodule(piece)(*inputs)
-            inputs = found if isinstance(found, tuple) else (found,)
-    return inputs
 
 
 def _backward(made: Boundary, outputs: Sequence[Tensors], objective: Tensor) -> Boundary:

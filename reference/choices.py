@@ -8,7 +8,7 @@ Legend: T tokens, or other choosers; E options; K chosen ones.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import FrameType, MappingProxyType
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeproof.reference.graph import is_inside_a_backward
 
 # Arguments of choosing operations, with their defaults.
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -202,7 +204,7 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
         tokens[router] = 0 if given is None else given.shape[:-1].numel()
 
     def look(running: Sequence[nn.Module], own: Choice) -> Tensor:
-        if in_backward():
+        if is_inside_a_backward():
             again = (one for every in found.values() for one in every if torch.equal(one.scores_TE, own.scores_TE))
             return next(again, own).chosen_TK
         router = next((one for one in running if one in named), None)
@@ -215,15 +217,8 @@ def choosing(model: nn.Module, routers: Routers | None) -> Iterator[dict[str, li
         made.append(kept.for_tokens(tokens.get(router, 0)))
         return wanted
 
-    hooks = [router.register_forward_pre_hook(enters, with_kwargs=True) for router in named]
-    try:
-        with Choosing(look):
-            yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def in_backward() -> bool:
-    """True during a backward in this thread, which recomputes a forward."""
-    return torch._C._current_graph_task_id() != -1
+    with ExitStack() as hooks:
+        for one in named:
+            hooks.enter_context(one.register_forward_pre_hook(enters, with_kwargs=True))
+        hooks.enter_context(Choosing(look))
+        yield found

@@ -23,7 +23,8 @@ def deep_copy(value: Value, *, sharing: Iterable[object] = (), instead: Mapping[
         try:
             return copy.deepcopy(value, dict(shared))
         except Exception as error:  # no one type: every object has its own way to refuse
-            stuck = _find_uncopied(error)
+            frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is copy.deepcopy.__code__]
+            stuck = frames[-1].f_locals["x"]  # the innermost object that refused
             if stuck is value or id(stuck) in shared or isinstance(stuck, nn.Module | nn.Parameter):
                 raise
             shared[id(stuck)] = stuck
@@ -40,18 +41,9 @@ def hooks_of(module: nn.Module) -> Iterator[object]:
                     yield of
 
 
-def tensors_shared() -> TorchFunctionMode:
-    """Make deep copies share tensors."""
-    return _TensorsShared()
+class TensorsShared(TorchFunctionMode):
+    """Makes deep copies share tensors."""
 
-
-class _TensorsShared(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, *given: Any) -> Any:
         args, kwargs = (*given, None, None)[:2]
         return args[0] if func is Tensor.__deepcopy__ else func(*(args or ()), **(kwargs or {}))
-
-
-def _find_uncopied(error: Exception) -> object:
-    """Find the object at which ``deepcopy`` raised ``error``: the innermost."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is copy.deepcopy.__code__]
-    return frames[-1].f_locals["x"]

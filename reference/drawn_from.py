@@ -94,10 +94,20 @@ class DrawnFrom(TorchFunctionMode):
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             self._read_code(frame)
-        elif event in ("c_call", "c_return"):
-            one, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
-            if isinstance(one, OF_ONE_STATE) and is_generator(one):
-                self._method(one, name, begins=event == "c_call")
+            return
+        one, name, begins = getattr(called, "__self__", None), getattr(called, "__name__", ""), event == "c_call"
+        if event not in ("c_call", "c_return") or not isinstance(one, OF_ONE_STATE) or not is_generator(one):
+            return
+        if id(one) not in self._torch:
+            if begins:
+                self._used(one, name)
+        elif begins and name in _READING:
+            self._states.add(GeneratorState.of(one).content)
+        elif not begins and name in _SETTING and not self._keeper:
+            # Known are torch's earlier states, and those of devices without generators, which draw by them.
+            now, known = GeneratorState.of(one).content, map(content, states_on(self._without).values())
+            if now not in self._states and now not in known:
+                raise KeptElsewhere
 
     def _read_code(self, frame: FrameType) -> None:
         """Look for numpy's generators by name: they are compiled, and profilers see no call."""
@@ -108,20 +118,6 @@ class DrawnFrom(TorchFunctionMode):
         for one in _reach([*map(frame.f_globals.get, names), *frame.f_locals.values()], names):
             if issubclass(type(one), numpy.random.Generator | numpy.random.RandomState):
                 self._mentioned.setdefault(id(one), GeneratorState.of(one))
-
-    def _method(self, one: Generator, name: str, *, begins: bool) -> None:
-        """Handle the begin or return of a generator's method."""
-        if id(one) not in self._torch:
-            if begins:
-                self._used(one, name)
-        elif begins and name in _READING:
-            self._states.add(GeneratorState.of(one).content)
-        elif not begins and name in _SETTING and not self._keeper and not self._is_known(GeneratorState.of(one)):
-            raise KeptElsewhere
-
-    def _is_known(self, kept: GeneratorState) -> bool:
-        """True for known states: torch's earlier ones, or a generator-less device's, which draws by them."""
-        return kept.content in self._states or kept.content in map(content, states_on(self._without).values())
 
     def _used(self, one: Generator, name: str) -> None:
         if id(one) in self._known:

@@ -65,6 +65,12 @@ def set_states_on(states: Mapping[torch.device, Tensor]) -> None:
         _random(device).set_rng_state(state, *_at(device))
 
 
+def drew(before: Mapping[torch.device, Tensor]) -> bool:
+    """True if random numbers were drawn since the states ``before``."""
+    now = states_on(before)
+    return any(not torch.equal(now[device], state) for device, state in before.items())
+
+
 def content(state: Any) -> bytes:
     """A state as bytes, for comparison."""
     return pickle.dumps(_plain(state))

@@ -16,6 +16,11 @@ NONE = -1  # the depth of nodes without a parameter
 _MIXED = frozenset({-1, -2})  # several parameters: which they are is no matter
 
 
+def is_inside_a_backward() -> bool:
+    """True if a backward runs in this thread. It may recompute a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
     """Edges at ``tensors`` in the graph."""
     return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
@@ -87,21 +92,14 @@ def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: 
 
     None if a parameter of ``stage`` or before is reached past all of them.
     """
-    found: set[Edge] = set()
-    visited: set[Edge] = set()
-    waiting = list(ends)
-    while waiting:
-        edge = waiting.pop()
-        if edge in visited or deep[edge[0]] == NONE:
-            continue
-        visited.add(edge)
-        if deep[edge[0]] <= stage and edge in known:
-            found.add(edge)
-        elif deep[edge[0]] <= stage and hasattr(edge[0], "variable"):
-            return None
-        else:
-            waiting += _before(edge[0])
-    return found
+
+    def is_over(node: Node, number: int) -> bool:
+        return deep[node] == NONE or (deep[node] <= stage and (node, number) in known)
+
+    passed, over = down(ends, is_over)
+    if any(deep[node] <= stage and hasattr(node, "variable") for node, _ in passed):
+        return None
+    return {edge for edge in over if deep[edge[0]] != NONE}
 
 
 def _upwards(ends: Iterable[Edge]) -> Iterator[Node]:

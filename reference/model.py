@@ -7,14 +7,12 @@ Legend: B rows, T tokens, C width, H heads, K vocabulary, L layers.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from pipeproof.reference.streams import CarryBlock, FreshBlock, PromptBlock, SometimesBlock, ViewBlock
 
 WIDTH = 32
 HEADS = 4
@@ -47,36 +45,51 @@ class Model(nn.Module):
         self.sum_loss = sum_loss
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        for pieces in self.layers:
-            for piece in pieces:
-                outputs = self.get_submodule(piece)(*inputs)
-                inputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        (output,) = inputs
+        (output,) = self.through(range(len(self.layers)), inputs)
         return output
 
+    def through(self, layers: Iterable[int], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run some ``layers`` alone."""
+        for piece in (piece for layer in layers for piece in self.layers[layer]):
+            outputs = self.get_submodule(piece)(*inputs)
+            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return inputs
 
-class MLPBlock(nn.Module):
+
+class Block(nn.Module):
+    """A layer's parts: a norm, and a linear map."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def mlp(self, x_BC: Tensor) -> Tensor:
+        """gelu(linear(norm(x)))."""
+        return F.gelu(self.linear(self.norm(x_BC)))
+
+
+class MLPBlock(Block):
     """x + gelu(linear(norm(x)))."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
     def forward(self, x_BC: Tensor) -> Tensor:
-        return x_BC + F.gelu(self.linear(self.norm(x_BC)))
+        return x_BC + self.mlp(x_BC)
 
 
-class TwiceBlock(nn.Module):
+class TwiceBlock(Block):
     """One weight used twice on a path: x + gelu(gelu(x W) W)."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + F.gelu(self.linear(self.mlp(x_BC)))
+
+
+class ViewBlock(Block):
+    """A view as output: two halves computed separately and read as one row."""
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        return x_BC + F.gelu(self.linear(F.gelu(self.linear(self.norm(x_BC)))))
+        out_BC = x_BC + self.mlp(x_BC)
+        halves = out_BC.view(out_BC.shape[0], 2, -1) * 1.5  # (B, 2, C/2)
+        return halves.view(out_BC.shape)
 
 
 class DropoutBlock(nn.Module):
@@ -101,34 +114,82 @@ class DropoutBlock(nn.Module):
         return y_BC if self.last else (y_BC, key)
 
 
-class BatchNormBlock(nn.Module):
+class BatchNormBlock(MLPBlock):
     """An MLP block with batch statistics: buffers that training updates, and evaluation reads in their place."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
+        super().__init__(width)
         self.norm = nn.BatchNorm1d(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return x_BC + F.gelu(self.linear(self.norm(x_BC)))
 
 
-class PairBlock(nn.Module):
+class StreamBlock(Block):
+    """A block that hands on several tensors, unless it is the last."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__(width)
+        self.last = last
+
+
+class PairBlock(StreamBlock):
     """Two streams of activations: a, b -> a + linear(b), gelu(other(a)).
 
     The last block drops b, so its ``other`` is never used and its gradients stay None.
     """
 
     def __init__(self, width: int, *, last: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
+        super().__init__(width, last=last)
         self.other = nn.Linear(width, width)
-        self.last = last
 
     def forward(self, a_BC: Tensor, b_BC: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         out_BC = a_BC + self.linear(self.norm(b_BC))
         return out_BC if self.last else (out_BC, b_BC + F.gelu(self.other(a_BC)))
+
+
+class CarryBlock(StreamBlock):
+    """Every block reads the model's own input beside the previous block's output, and hands both on."""
+
+    def forward(self, x_BC: Tensor, *carried_BC: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        first_BC = carried_BC[0] if carried_BC else self.norm(x_BC)
+        out_BC = x_BC + F.gelu(self.linear(first_BC * self.norm(x_BC)))
+        return out_BC if self.last else (out_BC, first_BC)
+
+
+class FreshBlock(StreamBlock):
+    """Hands on a gate for the next block from a parameter alone, not from any input."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__(width, last=last)
+        self.gate = None if last else nn.Parameter(torch.randn(width))
+
+    def forward(self, x_BC: Tensor, *gates_C: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out_BC = self.mlp(x_BC)
+        out_BC = x_BC + (out_BC * gates_C[0] if gates_C else out_BC)
+        return out_BC if self.gate is None else (out_BC, torch.sigmoid(self.gate))
+
+
+class PromptBlock(StreamBlock):
+    """Adds a parameter to a stream with the same shape, so that both have equal gradients."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__(width, last=last)
+        self.prompt = nn.Parameter(torch.randn(width))
+
+    def forward(self, x_BC: Tensor, *prompts_C: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        prompt_C = prompts_C[0] + self.prompt if prompts_C else self.prompt * 2
+        out_BC = x_BC + F.gelu(self.linear(self.norm(x_BC) * prompt_C))
+        return out_BC if self.last else (out_BC, prompt_C)
+
+
+class SometimesBlock(StreamBlock):
+    """Two streams; the second is read only in microbatches with an odd key."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__(width, last=last)
+        self.other = None if last else nn.Linear(width, width)
+
+    def forward(self, a_BC: Tensor, b_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        out_BC = a_BC + self.mlp(b_BC if int(key) % 2 else a_BC)
+        return out_BC if self.other is None else (out_BC, F.gelu(self.other(a_BC)), key)
 
 
 class Embedding(nn.Module):
@@ -243,6 +304,10 @@ class Stack(Model):
         self.blocks = nn.ModuleList(blocks)
 
 
+def _stack(block: Callable[[int], nn.Module]) -> Callable[[int, int], Model]:
+    return lambda layers, seed: Stack([block(WIDTH) for _ in range(layers)])
+
+
 def _frozen(layers: int, seed: int) -> Model:
     model = Stack([MLPBlock(WIDTH) for _ in range(layers)])
     model.get_parameter(f"blocks.{layers // 2}.linear.weight").requires_grad_(False)
@@ -262,13 +327,13 @@ MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
     {
         "gpt": lambda layers, seed: GPT(layers, tied=False),
         "gpt-tied": lambda layers, seed: GPT(layers, tied=True),
-        "mlp": lambda layers, seed: Stack([MLPBlock(WIDTH) for _ in range(layers)]),
-        "twice": lambda layers, seed: Stack([TwiceBlock(WIDTH) for _ in range(layers)]),
+        "mlp": _stack(MLPBlock),
+        "twice": _stack(TwiceBlock),
         "frozen": _frozen,
-        "batchnorm": lambda layers, seed: Stack([BatchNormBlock(WIDTH) for _ in range(layers)]),
+        "batchnorm": _stack(BatchNormBlock),
         "dropout": _dropout,
         "pair": _stream(PairBlock),
-        "view": lambda layers, seed: Stack([ViewBlock(WIDTH) for _ in range(layers)]),
+        "view": _stack(ViewBlock),
         "carry": _stream(CarryBlock),
         "fresh": _stream(FreshBlock),
         "prompt": _stream(PromptBlock),

@@ -15,8 +15,6 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.products import products_in, sort_of
 from pipeproof.reference.step import Contribution, Expected, Reference
 
-Off = Callable[[torch.dtype], float]
-
 _WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
     {
         torch.bfloat16: torch.float64,
@@ -64,10 +62,14 @@ def one_place_off(
     -1 inverts it.
     """
 
-    def off(dtype: torch.dtype) -> float:
-        return way * (torch.finfo(dtype).eps if unit is None else unit)
-
-    return _once_more(reference, deep_copy(reference.model), expected, batches, off=off, draw=draw)
+    return _once_more(
+        reference,
+        deep_copy(reference.model),
+        expected,
+        batches,
+        off=lambda dtype: way * (torch.finfo(dtype).eps if unit is None else unit),
+        draw=draw,
+    )
 
 
 class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
@@ -119,27 +121,25 @@ def _once_more(
     expected: Expected,
     batches: Sequence[Batch],
     *,
-    off: Off | None = None,
+    off: Callable[[torch.dtype], float] = lambda dtype: 0.0,
     draw: int = 0,
 ) -> tuple[Contribution, ...]:
     """Contributions of ``batches`` in ``model``, a copy, with initial weights from ``expected``.
 
-    ``off``: their relative error by type; None: exact. ``draw``: as above.
+    ``off``: their relative error by type. ``draw``: as above.
     """
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
             if parameter.is_floating_point() or parameter.is_complex():  # others have no rounding
-                unit = 0.0 if off is None else off(parameter.dtype)
                 wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
-                parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
-    return reference.of(model).contribute([_as_routed(batch, expected, m) for m, batch in enumerate(batches)])
-
-
-def _as_routed(batch: Batch, expected: Expected, microbatch: int) -> Batch:
-    """Impose the chosen experts on ``batch``: different experts' results would not be rounding."""
-    return batch if batch.routers is None else batch.following(expected.contributions[microbatch].choices)
+                parameter.copy_(wide * (1 + off(parameter.dtype) * (2 * signs - 1)))
+    routed = [  # different experts' results would not be rounding
+        batch if batch.routers is None else batch.following(expected.contributions[m].choices)
+        for m, batch in enumerate(batches)
+    ]
+    return reference.of(model).contribute(routed)
 
 
 def widen(model: nn.Module) -> nn.Module:

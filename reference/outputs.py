@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -55,7 +56,8 @@ def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> I
             outputs: dict[Place, Tensor] = {}
             for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
                 by, _ = noted.get((id(tensor), tensor._version), (None, None))
-                if by is None or (module in computing and not _inside(by, name)):
+                inside = by is not None and (by == name or not name or by.startswith(f"{name}."))
+                if by is None or (module in computing and not inside):
                     noted[id(tensor), tensor._version] = name, tensor
                     outputs[f"output {number} of {name or 'the model'}{again}"] = tensor
             changed = {id(outputs[place]): tensor for place, tensor in change(outputs).items()}
@@ -64,34 +66,23 @@ def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> I
 
         return on_call
 
-    hooks = [model.register_forward_pre_hook(on_enter)]
-    hooks += [module.register_forward_hook(changing(name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(on_enter))
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(changing(name)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _inside(module: str, other: str) -> bool:
-    return module == other or not other or module.startswith(f"{other}.")
 
 
 def order_of_use(model: nn.Module, inputs: Iterable[Any]) -> dict[str, int]:
     """The end of every module's last call, by name: a count over all calls."""
     ended: dict[str, int] = {}
 
-    def ending(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def on_call(module: nn.Module, arguments: Any, result: Any) -> None:
-            ended[name] = next(clock)
-
-        return on_call
+    def on_call(name: str, *_: Any) -> None:
+        ended[name] = next(clock)
 
     clock = count()
-    hooks = [module.register_forward_hook(ending(name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(on_call, name)))
         model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return ended

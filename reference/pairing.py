@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from pipeproof.reference.data import Batch
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.model import Model
-from pipeproof.reference.step import Gradient, Recipe, Stage, objective
+from pipeproof.reference.step import Gradient, Recipe, Site, Stage, objective
 
 Tensors = tuple[Tensor, ...]
 # From a stage's outputs to the gradients in them; None where it does not fit them.
@@ -31,34 +30,76 @@ class Contributed:
     inputs: tuple[Gradient, ...]
 
 
-class Pairings(Protocol):
+class Pairings:
     """An operation on a single device, in stages: gradients by pairing.
 
-    ``pair``: microbatch i's activation with each of some flows, None for one that does not fit; ``seed``: the start of
-    microbatch j's backward of a stage; ``flow``: its output gradient unchanged.
+    Here no pair is known. unpaired: why; empty if pairs are known.
     """
 
-    @property
-    def stages(self) -> int: ...
+    stages: int
+    batches: Sequence[Batch]
+    unpaired = ""
 
     @property
-    def microbatches(self) -> int: ...
+    def microbatches(self) -> int:
+        return len(self.batches)
+
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
+        """Trained parameters by name, each once."""
+        raise NotImplementedError
+
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """Microbatch j's contribution."""
+        raise NotImplementedError
+
+    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]:
+        """Microbatch i's activation with each of ``flows``; None for one that does not fit, or is unknown."""
+        return [None] * len(flows)
+
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """Microbatch j's seed for a backward: its target on the last stage, else its flow."""
+        return self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
+
+    def target(self, j: int) -> Flow:
+        """The flow from the loss with microbatch j's target, for any outputs."""
+        return lambda _: None
+
+    def flow(self, stage: Stage, j: int) -> Flow:
+        """Microbatch j's output gradient of ``stage``, unchanged."""
+        return lambda _: None
+
+
+class Sums(Pairings):
+    """Contributions ``made``, and ``before``, the parameters as far as known, all by site.
+
+    A single one for all ``batches`` is their sum.
+    """
+
+    def __init__(
+        self,
+        made: Sequence[Mapping[Site, Gradient]],
+        before: Mapping[Site, Tensor],
+        batches: Sequence[Batch],
+        *,
+        unpaired: str,
+    ) -> None:
+        self._made, self._before, self.batches, self.unpaired = made, before, batches, unpaired
+        self.stages = 1 + max((stage for stage, _ in made[0]), default=0)
 
     @property
-    def batches(self) -> Sequence[Batch]: ...
+    def microbatches(self) -> int:
+        return len(self._made)
 
-    def parameters(self, stage: Stage) -> Mapping[str, Tensor]: ...
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
+        own = {site: one for site, one in self._made[0].items() if site[0] == stage and one is not None}
+        return {site[1]: self._before.get(site, torch.zeros_like(one)) for site, one in own.items()}
 
-    def contribution(self, stage: Stage, j: int) -> Contributed: ...
-
-    def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]: ...
-
-    def seed(self, stage: Stage, j: int) -> Flow: ...
-
-    def flow(self, stage: Stage, j: int) -> Flow: ...
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        own = {site[1]: one for site, one in self._made[j].items() if site[0] == stage}
+        return Contributed({name: None if one is None else one.cpu().double() for name, one in own.items()}, ())
 
 
-class Pairing:
+class Pairing(Pairings):
     """An operation in our model, by stage: inputs, and every possible contribution.
 
     ``before``: the operation's initial parameters, by name; ``layers``: the layers of each stage. A parameter with
@@ -80,7 +121,7 @@ class Pairing:
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 parameter.copy_(before[name])
         self._model.train()
-        self._pieces = [[piece for layer in part for piece in self._model.layers[layer]] for part in layers]
+        self.stages = len(layers)
         self.batches = [batch.cast(torch.float64) for batch in batches]
         self._loss_fn, self._divisor = objective(self._model, self.batches, recipe)
         self._output_gradients: dict[Stage, list[tuple[Gradient, ...]]] = {}
@@ -90,30 +131,21 @@ class Pairing:
         """Keep the parameters, with other microbatches."""
         return Pairing(self._model, before=self._before, layers=self._layers, batches=batches, recipe=self._recipe)
 
-    @property
-    def stages(self) -> int:
-        return len(self._pieces)
-
-    @property
-    def microbatches(self) -> int:
-        return len(self.batches)
-
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """Trained parameters by name."""
         return self._trained[stage]
 
     @cached_property
     def _trained(self) -> list[dict[str, Tensor]]:
         """Trained parameters by stage. Kept: the search takes as long as a small backward."""
-        return [self._find_trained(pieces) for pieces in self._pieces]
-
-    def _find_trained(self, pieces: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[int, tuple[str, Tensor]] = {}
-        for piece in pieces:
-            for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
-                if parameter.requires_grad:
-                    found.setdefault(id(parameter), (f"{piece}.{name}", parameter))
-        return dict(found.values())
+        rows = []
+        for layers in self._layers:
+            found: dict[int, tuple[str, Tensor]] = {}
+            for piece in (piece for layer in layers for piece in self._model.layers[layer]):
+                for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
+                    if parameter.requires_grad:
+                        found.setdefault(id(parameter), (f"{piece}.{name}", parameter))
+            rows.append(dict(found.values()))
+        return rows
 
     @cached_property
     def inputs(self) -> list[list[Tensors]]:
@@ -121,14 +153,14 @@ class Pairing:
         with torch.no_grad():
             rows = [[batch.inputs for batch in self.batches]]
             for stage in range(self.stages - 1):
-                rows.append([self._forward(stage, x) for x in rows[-1]])
+                rows.append([self._model.through(self._layers[stage], x) for x in rows[-1]])
         return rows
 
     @cached_property
     def _outputs(self) -> list[Tensors]:
         """Last stage's outputs for each microbatch."""
         with torch.no_grad():
-            return [self._forward(self.stages - 1, x) for x in self.inputs[-1]]
+            return [self._model.through(self._layers[-1], x) for x in self.inputs[-1]]
 
     def output_gradients(self, stage: Stage) -> list[tuple[Gradient, ...]]:
         """For each microbatch, the divided loss's gradients at the stage's outputs."""
@@ -142,30 +174,14 @@ class Pairing:
         return self._output_gradients[stage]
 
     def target(self, j: int) -> Flow:
-        """The flow from the loss with microbatch j's target, for any outputs."""
-
-        def flow(outputs: Tensors) -> Sequence[Gradient] | None:
-            (output,), (own,) = outputs, self._outputs[j]
-            if output.shape != own.shape:
-                return None
-            leaf = output.detach().requires_grad_()
-            with torch.enable_grad():
-                loss = self._loss_fn(leaf, self.batches[j].target) / self._divisor
-            return torch.autograd.grad(loss, [leaf])
-
-        return flow
+        target = self.batches[j].target
+        return loss_flow(self._outputs[j], lambda leaves: self._loss_fn(leaves[0], target) / self._divisor)
 
     def flow(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's output gradient of ``stage``, unchanged."""
         gradients = self.output_gradients(stage)[j]
         return lambda _: gradients
 
-    def seed(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's seed for a backward: its target on the last stage, else its flow."""
-        return self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
-
     def contribution(self, stage: Stage, j: int) -> Contributed:
-        """Microbatch j's contribution."""
         if (stage, j) not in self._made:
             (made,) = self.contribute(stage, self.inputs[stage][j], [self.seed(stage, j)])
             assert made is not None, "a microbatch fits itself"
@@ -173,23 +189,26 @@ class Pairing:
         return self._made[stage, j]
 
     def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """Microbatch i's activation with each of ``flows``."""
         return self.contribute(stage, self.inputs[stage][i], flows)
 
     def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
         """Run a forward on ``stage`` and a backward for each flow; None for a flow that does not fit."""
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-        outputs = self._forward(stage, leaves)
-        return [self._backward(stage, leaves, outputs, flow) for flow in flows]
+        outputs = self._model.through(self._layers[stage], leaves)
+        return [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
 
-    def _forward(self, stage: Stage, inputs: Tensors) -> Tensors:
-        for piece in self._pieces[stage]:
-            outputs = self._model.get_submodule(piece)(*inputs)
-            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return inputs
 
-    def _backward(self, stage: Stage, leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
-        return backward(self.parameters(stage), leaves, outputs, flow)
+def loss_flow(own: Tensors, loss: Callable[[Tensors], Tensor]) -> Flow:
+    """The flow from a ``loss`` of outputs like ``own``, for any such outputs."""
+
+    def flow(outputs: Tensors) -> Sequence[Gradient] | None:
+        if [y.shape for y in outputs] != [y.shape for y in own]:
+            return None
+        leaves = tuple(y.detach().requires_grad_() for y in outputs)
+        with torch.enable_grad():
+            return torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
+
+    return flow
 
 
 def backward(parameters: Mapping[str, Tensor], leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:

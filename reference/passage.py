@@ -1,7 +1,7 @@
 """Repeat a microbatch with a change between modules."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,12 +43,12 @@ def passing(model: nn.Module, passages: Sequence[Passage]) -> Iterator[None]:
     now: dict[Place, Tensor] = {}
     with ExitStack() as stack:
         for one in passages:
-            if not one.places:
-                stack.enter_context(_substitute(model, one))
-                continue
-            entering = _Entering(one, now) if one.into else None
-            stack.enter_context(outputs_changed(model, entering or partial(_change, one)))
-            stack.enter_context(_enter(model, entering) if entering else nullcontext())
+            entering = _Entering(one, now)
+            if one.places:
+                stack.enter_context(outputs_changed(model, entering if one.into else partial(_change, one)))
+            for name, module in model.named_modules():
+                if name in one.into:
+                    stack.enter_context(module.register_forward_pre_hook(entering.on_enter, with_kwargs=True))
         yield
 
 
@@ -61,7 +61,7 @@ def _change(passage: Passage, outputs: Outputs) -> Outputs:
 
 
 class _Entering:
-    """Outputs at the places of ``passage``, and their changed versions for its consumers.
+    """Outputs at the places of ``passage``, and their changed versions for its consumers; else their inputs' own.
 
     ``now``: the tensors at each place after all passages so far.
     """
@@ -79,42 +79,17 @@ class _Entering:
 
     def on_enter(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         """Change the module's inputs, in a hook before its forward."""
-        if not self._made and self._now.keys() >= set(self.passage.places):
+        if not self._made and self.passage.places and self._now.keys() >= set(self.passage.places):
             changed = _change(self.passage, self._now)
             self._made = {id(self._now[place]): (self._now[place], made) for place, made in changed.items()}
             self._now |= changed
         return tree_map_only(Tensor, self._instead, (arguments, named))
 
     def _instead(self, tensor: Tensor) -> Tensor:
-        return self._made.get(id(tensor), (tensor, tensor))[1]
-
-
-def _enter(model: nn.Module, entering: _Entering) -> AbstractContextManager[None]:
-    return _before(model, entering.passage.into, entering.on_enter)
-
-
-@contextmanager
-def _before(model: nn.Module, into: Collection[str], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call ``hook`` before the forwards of named modules."""
-    called = [module for name, module in model.named_modules() if name in into]
-    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in called]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
-
-
-def _substitute(model: nn.Module, passage: Passage) -> AbstractContextManager[None]:
-    """Change all inputs to modules behind the passage."""
-
-    def change(tensor: Tensor) -> Tensor:
-        return _Changed.apply(passage, tensor)[0] if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-
-    def on_enter(module: nn.Module, arguments: Any, named: Any) -> Any:
-        return tree_map_only(Tensor, change, (arguments, named))
-
-    return _before(model, passage.into, on_enter)
+        if self.passage.places or not tensor.requires_grad:
+            return self._made.get(id(tensor), (tensor, tensor))[1]
+        (made,) = _Changed.apply(self.passage, tensor)  # type: ignore[no-untyped-call]  # in torch
+        return made  # type: ignore[no-any-return]
 
 
 class _Changed(torch.autograd.Function):

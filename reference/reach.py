@@ -16,6 +16,7 @@ from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, 
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from gc import get_referents
 from typing import Any
 
@@ -51,38 +52,51 @@ class Item:
     put_back: Callable[[], object] = lambda: None
 
 
-def is_open(kind: type) -> bool:
-    """True for a user's class, whose members may be restored."""
-    return _root(kind.__module__) not in _CLOSED or issubclass(kind, _OPEN)
-
-
 def keepers_of(kind: type) -> list[Callable[[Any], Iterable[Item]]]:
-    """Part finders by class."""
+    """Part finders by class. Members may be restored on objects of a user's class, and of a few others."""
     if kind in PLAIN or issubclass(kind, numpy.generic | types.ModuleType):
         return []
     found = [keep for base, keep in _BY_CLASS if issubclass(kind, base)]
-    if issubclass(kind, OF_ONE_STATE) or all(callable(getattr(kind, one, None)) for one in _KEEPS_STATES):
-        found += [_generator] if not issubclass(kind, random.SystemRandom) else []
-    return [*found, _members] if is_open(kind) and not issubclass(kind, type | types.FunctionType) else found
-
-
-_KEEPS_STATES = ("get_states", "set_states")
+    keeps_states = all(callable(getattr(kind, one, None)) for one in ("get_states", "set_states"))
+    if (issubclass(kind, OF_ONE_STATE) or keeps_states) and not issubclass(kind, random.SystemRandom):
+        found.append(_generator)
+    is_open = _root(kind.__module__) not in _CLOSED or issubclass(kind, _OPEN)
+    return [*found, _members] if is_open and not issubclass(kind, type | types.FunctionType) else found
 
 
 def _root(name: object) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
+def _value(read: Callable[[], Any], put: Callable[[Any], object], delete: Callable[[], object]) -> Item:
+    """A value that may be missing."""
+
+    def now() -> object:
+        try:
+            return read()
+        except (AttributeError, LookupError, ValueError):
+            return _GONE
+
+    kept = now()
+    return Item([kept], lambda: now() is kept, lambda: delete() if kept is _GONE else put(kept))
+
+
+def _state(now: Callable[[], Any], put: Callable[[Any], object], leads_to: Iterable[object] = ()) -> Item:
+    """A state that can be compared."""
+    kept = now()
+    return Item(leads_to, lambda: bool(now() == kept), lambda: put(kept))
+
+
 def _dict(one: dict[Any, Any]) -> Iterator[Item]:
     kept = list(_base(one).items(one))
     leads = [each for pair in kept for each in pair]
     leads += [one.default_factory] if isinstance(one, defaultdict) else []
-    yield Item(leads, lambda: _has(one, kept), lambda: _refill(one, kept))
 
+    def is_same() -> bool:
+        pairs = zip(_base(one).items(one), kept, strict=False)
+        return dict.__len__(one) == len(kept) and all(a is c and b is d for (a, b), (c, d) in pairs)
 
-def _has(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> bool:
-    pairs = zip(_base(one).items(one), kept, strict=False)
-    return dict.__len__(one) == len(kept) and all(a is c and b is d for (a, b), (c, d) in pairs)
+    yield Item(leads, is_same, lambda: _refill(one, kept))
 
 
 def _refill(one: dict[Any, Any], kept: list[tuple[Any, Any]]) -> None:
@@ -125,19 +139,9 @@ def _set(one: set[Any]) -> Iterator[Item]:
     )
 
 
-def _unchanging(one: Any) -> Iterator[Item]:
-    """A tuple, or another immutable object with references."""
-    yield Item(get_referents(one))
-
-
 def _partial(one: functools.partial[Any]) -> Iterator[Item]:
     if _root(getattr(one.func, "__module__", "")) != "pipeproof":
         yield Item(get_referents(one))
-
-
-def _bytes(one: Any) -> Iterator[Item]:
-    kept = one[:]
-    yield Item((), lambda: bool(one == kept), lambda: one.__setitem__(slice(None), kept))
 
 
 def _array(one: numpy.ndarray[Any, Any]) -> Iterator[Item]:
@@ -170,22 +174,10 @@ def _members(one: Any) -> Iterator[Item]:
     for kind in type(one).__mro__:
         if "__slots__" in vars(kind):
             slots = (each for each in vars(kind).values() if isinstance(each, types.MemberDescriptorType))
-            yield from (_slot(one, each) for each in slots)
-
-
-def _slot(one: object, slot: types.MemberDescriptorType) -> Item:
-    def now() -> object:
-        try:
-            return slot.__get__(one, type(one))
-        except AttributeError:
-            return _GONE
-
-    kept = now()
-    return Item(
-        [kept],
-        lambda: now() is kept,
-        lambda: slot.__delete__(one) if kept is _GONE else slot.__set__(one, kept),
-    )
+            yield from (
+                _value(partial(each.__get__, one, kind), partial(each.__set__, one), partial(each.__delete__, one))
+                for each in slots
+            )
 
 
 def _class(kind: type) -> Iterator[Item]:
@@ -201,29 +193,16 @@ def _class(kind: type) -> Iterator[Item]:
             if vars(kind).get(name, _GONE) is not value:
                 type.__setattr__(kind, name, value)
 
-    yield Item([*kind.__bases__, *kept.values()], lambda: _has_all(vars(kind), kept), put_back)
+    def is_same() -> bool:
+        now = vars(kind)
+        return len(now) == len(kept) and all(now.get(name, _GONE) is value for name, value in kept.items())
 
-
-def _has_all(now: Any, kept: Any) -> bool:
-    return len(now) == len(kept) and all(now.get(name, _GONE) is value for name, value in kept.items())
+    yield Item([*kind.__bases__, *kept.values()], is_same, put_back)
 
 
 def _cell(one: types.CellType) -> Iterator[Item]:
-    def now() -> object:
-        try:
-            return one.cell_contents
-        except ValueError:  # it is empty yet
-            return _GONE
-
-    kept = now()
-
-    def put_back() -> None:
-        if kept is _GONE:
-            del one.cell_contents
-        else:
-            one.cell_contents = kept
-
-    yield Item([kept], lambda: now() is kept, put_back)
+    at = one, "cell_contents"  # it may be empty yet
+    yield _value(partial(getattr, *at), partial(setattr, *at), partial(delattr, *at))
 
 
 def _function(one: types.FunctionType) -> Iterator[Item]:
@@ -249,7 +228,8 @@ def _function(one: types.FunctionType) -> Iterator[Item]:
     ]
     for space in spaces:
         for name in names:
-            yield _global(space, name)
+            at = partial(space.__getitem__, name), partial(space.__setitem__, name), partial(space.pop, name)
+            yield _value(*at)
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -258,40 +238,18 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _global(space: dict[str, Any], name: str) -> Item:
-    kept = space.get(name, _GONE)
-    return Item(
-        [kept],
-        lambda: space.get(name, _GONE) is kept,
-        lambda: space.pop(name) if kept is _GONE else space.__setitem__(name, kept),
-    )
-
-
-def _bound(one: Any) -> Iterator[Item]:
-    yield Item([one.__self__, getattr(one, "__func__", None)])
-
-
-def _variable(one: ContextVar[Any]) -> Iterator[Item]:
-    kept = one.get(_GONE)
-    yield Item([kept], lambda: one.get(_GONE) is kept, lambda: one.set(kept) if kept is not _GONE else _refuse(one))
-
-
-def _reference(one: weakref.ref[Any]) -> Iterator[Item]:
-    yield Item([one()])
-
-
 def _generator(one: Any) -> Iterator[Item]:
     kept = GeneratorState.of(one)
     yield Item((), lambda: not kept.moved, kept.put_back)
 
 
 def _iterator(one: Any) -> Iterator[Item]:
-    kept = one.__reduce__()[2:]
-    yield Item(
-        get_referents(one),
-        lambda: one.__reduce__()[2:] == kept,
-        lambda: one.__setstate__(*kept) if one.__reduce__()[2:] else _refuse(one),
-    )
+    def put_back(kept: Any) -> None:
+        if not one.__reduce__()[2:]:
+            _refuse(one)
+        one.__setstate__(*kept)
+
+    yield _state(lambda: one.__reduce__()[2:], put_back, get_referents(one))
 
 
 def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Item]:
@@ -301,25 +259,14 @@ def _running(one: "types.GeneratorType[Any, Any, Any]") -> Iterator[Item]:
         frame = one.gi_frame
         return None if frame is None else (frame.f_lasti, {name: id(each) for name, each in frame.f_locals.items()})
 
-    kept, own = now(), [] if one.gi_frame is None else list(one.gi_frame.f_locals.values())
-    yield Item([*own, one.gi_yieldfrom], lambda: now() == kept, lambda: _refuse(one))
-
-
-def _count(one: Any) -> Iterator[Item]:
-    kept = repr(one)
-    yield Item((), lambda: repr(one) == kept, lambda: _refuse(one))
-
-
-def _in_memory(one: Any) -> Iterator[Item]:
-    kept = one.__getstate__()
-    yield Item((), lambda: one.__getstate__() == kept, lambda: one.__setstate__(kept))
+    own = [] if one.gi_frame is None else list(one.gi_frame.f_locals.values())
+    yield _state(now, lambda _: _refuse(one), [*own, one.gi_yieldfrom])
 
 
 def _file(one: io.IOBase) -> Iterator[Item]:
     """A file open for reading. Written content stays."""
     if not one.closed and one.seekable() and not one.writable():
-        kept = one.tell()
-        yield Item((), lambda: one.tell() == kept, lambda: one.seek(kept))
+        yield _state(one.tell, one.seek)
 
 
 def _refuse(one: object) -> None:
@@ -331,19 +278,22 @@ _BY_CLASS: list[tuple[Any, Callable[[Any], Iterable[Item]]]] = [
     (list, _list),
     (set, _set),
     (deque, _deque),
-    ((bytearray, array), _bytes),
-    ((tuple, frozenset, types.MappingProxyType, property, staticmethod, classmethod), _unchanging),
+    ((bytearray, array), lambda one: [_state(lambda: one[:], partial(one.__setitem__, slice(None)))]),
+    (
+        (tuple, frozenset, types.MappingProxyType, property, staticmethod, classmethod),
+        lambda one: [Item(get_referents(one))],
+    ),
     (functools.partial, _partial),
     (numpy.ndarray, _array),
     (type, _class),
     (types.CellType, _cell),
     (types.FunctionType, _function),
-    ((types.MethodType, types.BuiltinMethodType), _bound),
-    (ContextVar, _variable),
-    (weakref.ref, _reference),
+    ((types.MethodType, types.BuiltinMethodType), lambda one: [Item([one.__self__, getattr(one, "__func__", None)])]),
+    (ContextVar, lambda one: [_value(lambda: one.get(_GONE), one.set, lambda: _refuse(one))]),
+    (weakref.ref, lambda one: [Item([one()])]),
     (_INDEXED, _iterator),
     (types.GeneratorType, _running),
-    (itertools.count, _count),
-    ((io.BytesIO, io.StringIO), _in_memory),
+    (itertools.count, lambda one: [_state(lambda: repr(one), lambda _: _refuse(one))]),
+    ((io.BytesIO, io.StringIO), lambda one: [_state(one.__getstate__, one.__setstate__)]),
     ((io.BufferedReader, io.TextIOWrapper), _file),
 ]

@@ -1,7 +1,7 @@
 """Everything in reach of code from some objects, now, for restoration in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipeproof.reference.generators import own_generators, set_states_on, states_on
+from pipeproof.reference.generators import drew, own_generators, set_states_on, states_on
 from pipeproof.reference.reach import PLAIN, Item, NotPutBack, keepers_of
 
 _HOOKS_OF_ALL = ("forward_pre", "forward", "backward_pre", "backward")
@@ -50,7 +50,7 @@ class Snapshot:
             self._walk([*roots, *own_generators(()), *(hook for each in hooks for hook in each)])
             self._walk_lean(lean, begun)
             drawn = states_on(self._places)
-        self._parts.append(Item((), lambda: _is_drawn(drawn), lambda: set_states_on(drawn)))
+        self._parts.append(Item((), lambda: not drew(drawn), lambda: set_states_on(drawn)))
 
     def put_back(self) -> None:
         """Restore everything. Nothing is raised: failures are ``lost``."""
@@ -128,7 +128,7 @@ class Snapshot:
         yield Item([one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)])
         if one.is_leaf:
             yield _gradient(one)
-        if _is_made_of_others(one) or one.is_meta:
+        if bool(is_traceable_wrapper_subclass(one)) or one.is_meta:  # a wrapper, like a DTensor, has no bytes
             return
         if one.layout is not torch.strided:
             if self._with_bytes:
@@ -180,10 +180,7 @@ def keep_unchanged(*roots: object, lost: Callable[[str], None] = lambda what: No
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Use plain tensors, whatever modes the caller has set."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C.DisableTorchFunction())
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 
@@ -191,11 +188,6 @@ def _view(storage: torch.UntypedStorage) -> Tensor:
     """View the storage's bytes in a tensor."""
     found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return found.view(torch.int64) if storage.nbytes() % torch.int64.itemsize == 0 else found
-
-
-def _is_made_of_others(one: Tensor) -> bool:
-    """True for a wrapper without bytes, like a DTensor."""
-    return bool(is_traceable_wrapper_subclass(one))
 
 
 def _gradient(one: Tensor) -> Item:
@@ -242,8 +234,3 @@ def _form(one: Tensor, storage: torch.UntypedStorage) -> Item:
             torch._C._autograd._unsafe_set_version_counter((one,), (version,))
 
     return Item((), lambda: now() == kept, put_back)
-
-
-def _is_drawn(states: dict[torch.device, Tensor]) -> bool:
-    now = states_on(states)
-    return all(torch.equal(now[device], state) for device, state in states.items())

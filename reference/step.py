@@ -22,7 +22,7 @@ from pipeproof.reference.choices import choosing
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
 from pipeproof.reference.contribution import Stage as Stage
-from pipeproof.reference.contribution import by_stage, parts_of, with_copies_joined
+from pipeproof.reference.contribution import by_stage
 from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import ByUse, differentiate
@@ -112,7 +112,14 @@ class Reference:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
         self._first = _first_names(model)
-        self._leaf = self._leaf_names()
+        # For every name the first with the same leaf: one parameter, in one stage.
+        names: dict[tuple[Stage, int], str] = {}
+        leaves = {name: (self._sites[one][0], id(self._parameters[one])) for name, one in self._first.items()}
+        self._leaf = {name: names.setdefault(leaf, self._first[name]) for name, leaf in leaves.items()}
+        copies_by_tensor: dict[int, list[Site]] = {}  # sites by logical parameter
+        for site in (*self._sites.values(), *copies):
+            copies_by_tensor.setdefault(id(self._parameters[site[1]]), []).append(site)
+        self._copies = {key: sorted(sites) for key, sites in copies_by_tensor.items()}
         self.late = recipe.late
         self._sums: dict[Site, Gradient] = {}
 
@@ -138,22 +145,22 @@ class Reference:
 
         ``max_norm`` clips this step in place of the recipe's. Without ``update`` it ends before ``step``.
         """
-        _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
-            losses = self._evaluate(batches)
+            loss_fn, divisor = objective(self.model, batches, self.recipe)
+            self.model.eval()
+            with torch.no_grad():
+                losses = tuple(loss_fn(self.model(*batch.inputs), batch.target).item() for batch in batches)
+            self.model.train()
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         contributions = self.contribute(batches)
-        losses = tuple(one.loss for one in contributions)
-        self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
-        loss = _total(losses) / divisor
-        expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
+        expected = self.before_update(batches, contributions, orders=orders, onto=self._sums)
+        expected = replace(expected, operation=operation, before=before, buffers=self._buffers())
         if operation != "train":
-            return expected
-        gradients, self._sums = self.total(self._sums), {}
-        norm, most = self.norm(gradients), max_norm or self.recipe.max_norm
-        parameters = self.step(gradients, clip_factor(norm, most)) if update else {}
-        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
+            self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
+            return replace(expected, gradients={}, norm=None)
+        self._sums, factor = {}, clip_factor(expected.norm or 0.0, max_norm or self.recipe.max_norm)
+        return replace(expected, parameters=self.step(expected.gradients, factor) if update else {})
 
     def before_update(
         self,
@@ -197,14 +204,6 @@ class Reference:
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-    def _evaluate(self, batches: Sequence[Batch]) -> tuple[float, ...]:
-        loss_fn, _ = objective(self.model, batches, self.recipe)
-        self.model.eval()
-        with torch.no_grad():
-            losses = tuple(loss_fn(self.model(*batch.inputs), batch.target).item() for batch in batches)
-        self.model.train()
-        return losses
-
     def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
         """Compute every microbatch's contribution, without a sum or a change to parameters."""
         return tuple(self.contributing(batches))
@@ -222,28 +221,23 @@ class Reference:
         ``onto``: tensors that its gradients are added to in place; then they are the sums.
         """
         with choosing(self.model, batch.routers) as choices:
-            return replace(self._contribution(batch.of_leaves(), loss_fn, divisor, onto), choices=choices)
-
-    def _contribution(
-        self, batch: Batch, loss_fn: LossFn, divisor: float, onto: Mapping[Site, Gradient]
-    ) -> Contribution:
-        loss, leaves, uses, outputs = self._forward(batch, loss_fn)
-        each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
-        apart = ByUse(loss, each if self._by_use else ())
-        wanting = batch.wanting
-        begun = {
-            id(leaf): onto[self._sites[name]] for name, leaf in uses.items() if onto.get(self._sites[name]) is not None
-        }
-        sums = {k: begun[id(leaf)] for k, leaf in enumerate(each) if id(leaf) in begun}
-        made = differentiate(loss / divisor, (*each, *wanting.values()), (*parameters, *wanting.values()), onto=sums)
+            batch = batch.of_leaves()
+            loss, leaves, uses, outputs = self._forward(batch, loss_fn)
+            each, parameters = [leaf for leaf, _ in leaves.values()], [own for _, own in leaves.values()]
+            apart, wanting = ByUse(loss, each if self._by_use else ()), batch.wanting
+            begun = {id(leaf): onto.get(self._sites[name]) for name, leaf in uses.items()}
+            sums = {k: one for k, leaf in enumerate(each) if (one := begun.get(id(leaf))) is not None}
+            wanted = (*wanting.values(),)
+            made = differentiate(loss / divisor, (*each, *wanted), (*parameters, *wanted), onto=sums)
         found = dict(zip(map(id, each), made, strict=False))
+        gradients: dict[Site, Gradient] = dict.fromkeys(self._sites.values())
+        for name, site in self._sites.items():
+            first = self._first[name]
+            if site[0] == self._sites[first][0]:  # of a module in several stages only the first has a use
+                gradients[site] = None if (own := found[id(uses[first])]) is None else dense(own)
+        shares = {name: given for name, leaf in uses.items() if (given := apart.of(leaf, found[id(leaf)]))}
         flowing = dict(zip(wanting, made[len(each) :], strict=True))
-        gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
-        gradients = dict.fromkeys(self._sites.values()) | gradients
-        whole = {site: None if g is None else dense(g) for site, g in gradients.items()}
-        shares = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
-        shares = {name: given for name, given in shares.items() if given}
-        return Contribution(loss.item(), whole, shares, flowing, outputs)
+        return Contribution(loss.item(), gradients, shares, flowing, outputs, choices)
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Yield each microbatch's loss with its graph, and its divisor."""
@@ -270,18 +264,6 @@ class Reference:
         kept = {name: one.detach().clone() for name, one in named.items()}
         return differentiable(loss_fn(output, batch.target)), leaves, uses, kept
 
-    def _leaf_names(self) -> dict[str, str]:
-        """For every name the first with the same leaf: one parameter, in one stage."""
-        names: dict[tuple[Stage, int], str] = {}
-        return {
-            name: names.setdefault((self._sites[first][0], id(self._parameters[first])), first)
-            for name, first in self._first.items()
-        }
-
-    def _own(self, name: str) -> bool:
-        """True if the stage has a use for ``name``: for a module in several stages, only the first does."""
-        return self._sites[name][0] == self._sites[self._first[name]][0]
-
     def step(self, gradients: Mapping[Site, Gradient], factor: float) -> dict[Site, Tensor]:
         """Take a step with ``factor`` times these gradients; return every parameter."""
         for name, parameter in self.model.named_parameters():
@@ -304,12 +286,34 @@ class Reference:
         A site without contributions stays None.
         """
         by, onto = self.recipe.accumulation if by is None else by, onto or {}
-        parts = parts_of(contributions, self._shared_sites())
+        parts = self.parts(contributions)
         each = {
             site: by.of_each(own, orders[site[0]], onto=onto.get(site), stage=site[0]) for site, own in parts.items()
         }
-        each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
+        for copies in self._copies.values() if by.tied_first else ():
+            shares = by_stage(copies, each)
+            whole = [add_parts(own) for own in zip(*shares.values(), strict=True)]
+            for site in (site for site in copies if site in each):  # all is in the first stage then
+                each[site] = whole if site[0] == min(shares) else [None] * len(whole)
         return {site: by.reduce(sums) for site, sums in each.items()}
+
+    def parts(self, contributions: Sequence[Contribution]) -> dict[Site, list[Gradient]]:
+        """Each microbatch's gradient at every site.
+
+        Stages that share a leaf get a use each, in order, if there are as many uses as stages, and all microbatches
+        separate them. Else one site has all.
+        """
+        parts = {site: [one.gradients[site] for one in contributions] for site in contributions[0].gradients}
+        for sites in self._copies.values():
+            leaf, *others = {self._leaf[name] for _, name in sites}
+            stages: dict[Stage, list[Site]] = {}
+            for site in sites:
+                stages.setdefault(site[0], []).append(site)
+            given = [one.uses.get(leaf, ()) for one in contributions]
+            if not others and len(stages) > 1 and all(len(one) == len(stages) for one in given):
+                for use, own in enumerate(stages.values()):
+                    parts |= {site: [one[use] for one in given] for site in own}
+        return parts
 
     def total(self, sums: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
         """Gradients per site, with the sum over all stages' shares for each copy of a tied parameter.
@@ -317,7 +321,7 @@ class Reference:
         Shares are added in the order of stages. Names of one parameter within one stage are one use, counted once.
         """
         total: dict[Site, Gradient] = {}
-        for copies in self._copies().values():
+        for copies in self._copies.values():
             whole = add_parts([*by_stage(copies, sums).values()])
             whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
@@ -325,28 +329,14 @@ class Reference:
 
     def homes(self, site: Site) -> list[Site]:
         """Sites of ``site``'s contributions, in each stage: for a further copy, at its name's owner."""
-        copies = self._copies()[id(self._parameters[site[1]])]
+        copies = self._copies[id(self._parameters[site[1]])]
         return list({home[0]: home for home in (self._sites[name] for _, name in copies)}.values())
 
     def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
-        one_each = (gradients[copies[0]] for copies in self._copies().values())
+        one_each = (gradients[copies[0]] for copies in self._copies.values())
         squares = (length_of(g) ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
-
-    def _shared_sites(self) -> dict[str, list[Site]]:
-        """Sites by parameter that share a leaf, under the leaf's name."""
-        found = (({self._leaf[name] for _, name in sites}, sites) for sites in self._copies().values())
-        return {leaf: sites for (leaf, *others), sites in found if not others}
-
-    def _copies(self) -> dict[int, list[Site]]:
-        """Sites by logical parameter, keyed by tensor identity, in stage order."""
-        copies: dict[int, list[Site]] = {}
-        for name, parameter in self._parameters.items():
-            copies.setdefault(id(parameter), []).append(self._sites[name])
-        for site in self._more:
-            copies[id(self._parameters[site[1]])].append(site)
-        return {key: sorted(sites) for key, sites in copies.items()}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

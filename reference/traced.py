@@ -4,6 +4,7 @@ Only the stages of such a model's parameters are known. A stage ends at the last
 later stage in them. A trial confirms these ends: flow through them must give each microbatch's gradients.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from pipeproof.reference.graded import ByUse, differentiate
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.outputs import Place, module_of, outputs_noted
-from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
+from pipeproof.reference.pairing import Contributed, Flow, Pairings, Tensors, backward, loss_flow
 from pipeproof.reference.step import Gradient, Loss, Site, Stage, dense
 
 _ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
@@ -56,7 +57,7 @@ class TracedRun:
         return tree_unflatten([next(others) if id(leaf) in own else leaf for leaf in self.leaves], self.form)
 
 
-class Traced:
+class Traced(Pairings):
     """Any model's step on a single device, for ``Pairings``.
 
     ``held``: the parameters of every stage, by their names in the model; it begins with the first stage that has any,
@@ -77,21 +78,20 @@ class Traced:
         self._held, self._loss, self._ends = sorted(held), loss, ends
         self.stages = 1 + max(stage for stage, _ in held)
         self._first = min(stage for stage, _ in held)
-        self._model, self.batches = model, list(batches)
         self._flowing: dict[tuple[Stage, int], tuple[Gradient, ...]] = {}
-        wide = self._in_double(losses)
-        if wide is not None:
-            self._model, self.batches, self._runs = wide
-        else:
+        try:
+            self._use(deep_copy(model).double())
+            self.batches = [batch.cast(torch.float64) for batch in batches]
+            self._runs = [self._run(batch) for batch in self.batches]
+            wide = [run.loss for run in self._runs]
+        except Exception:  # no one type: the user's own code ran, which may know of one dtype only
+            wide = [math.nan] * len(losses)
+        if not all(abs(one - loss) <= _ALIKE * abs(loss) for one, loss in zip(wide, losses, strict=True)):
             self._use(model)
+            self.batches = list(batches)
             self._runs = [self._run(batch) for batch in self.batches]
 
-    @property
-    def microbatches(self) -> int:
-        return len(self.batches)
-
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """Trained parameters by name, each once."""
         found: dict[int, tuple[str, Tensor]] = {}
         for owner, name in self._held:
             leaf = self._leaves[owner, name]
@@ -99,24 +99,17 @@ class Traced:
                 found.setdefault(id(leaf), (name, leaf))
         return dict(found.values())
 
-    def contribution(self, stage: Stage, j: int) -> Contributed:
-        """Microbatch j's contribution: needs no stage end."""
+    def contribution(self, stage: Stage, j: int) -> Contributed:  # needs no stage end
         return Contributed(self._direct[j][stage], ())
 
     def pair(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """Pair microbatch i's activation with each flow; all None if pairs stay unknown."""
         if self.unpaired:
             return [None] * len(flows)
         (leaves, outputs), parameters = self._between(stage, i), self.parameters(stage)
         made = [backward(parameters, leaves, outputs, flow) for flow in flows]
         return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
 
-    def seed(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's seed for a backward: its target on the last stage, else its flow."""
-        return self._target(j) if stage == self.stages - 1 else self.flow(stage, j)
-
     def flow(self, stage: Stage, j: int) -> Flow:
-        """Microbatch j's output gradient of ``stage``, unchanged."""
         return lambda _: () if self.unpaired else self._output_gradients(stage, j)
 
     def end(self, stage: Stage) -> frozenset[Place]:
@@ -126,25 +119,14 @@ class Traced:
         return frozenset(place for place, tensor in self._runs[0].noted if id(tensor) in last)
 
     @cached_property
-    def unpaired(self) -> str:
-        """Why pairs are unknown; empty if known."""
+    def unpaired(self) -> str:  # type: ignore[override]  # worked out on demand
         size = max(sum(one.numel() for one in self.parameters(stage).values()) for stage in range(self.stages))
         if size * self.microbatches**2 > _MOST:
             return f"the pairs of {self.microbatches} microbatches with stages of {size} parameters are too many to try"
-        if any(cut is None for cut in self._cuts[self._first :]) or not self._flows_through():
+        every = [(stage, j) for stage in range(self._first, self.stages - 1) for j in range(self.microbatches)]
+        if any(cut is None for cut in self._cuts[self._first :]) or not all(self._flows_through(*at) for at in every):
             return "where the reference passes from stage to stage could not be found, so exchanges were not tried"
         return ""
-
-    def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[TracedRun]] | None":
-        try:
-            model = deep_copy(self._model).double()
-            self._use(model)
-            batches = [batch.cast(torch.float64) for batch in self.batches]
-            runs = [self._run(batch) for batch in batches]
-        except Exception:  # no one type: the user's own code ran, which may know of one dtype only
-            return None
-        alike = all(abs(run.loss - loss) <= _ALIKE * abs(loss) for run, loss in zip(runs, losses, strict=True))
-        return (model, batches, runs) if alike else None
 
     def _use(self, model: nn.Module) -> None:
         """Give every stage a separate leaf for each of its parameters."""
@@ -225,7 +207,10 @@ class Traced:
         return [self._cut(stage, deep) if stage >= self._first else None for stage in range(self.stages - 1)]
 
     def _cut(self, stage: Stage, deep: Sequence[Mapping[Any, int]]) -> list[Tensors] | None:
-        given, own = self._ends.get(stage), self._put_out_until(stage)
+        # A later stage's module may begin with work of no stage, as a residual stream that is added up first.
+        places, later = {place for run in self._runs for place, _ in run.noted}, self.later(stage)
+        own = frozenset(place for place in places if module_of(place) not in later)
+        given = self._ends.get(stage)
         for allowed in (own if given is None else given, own, None):
             found = [self._last(stage, run, known, allowed) for run, known in zip(self._runs, deep, strict=True)]
             if None not in found:
@@ -240,14 +225,6 @@ class Traced:
             for module in (".".join(parts[: k + 1]) for k in range(len(parts))):
                 found[module] = found.get(module, True) and owner > stage
         return frozenset(module for module, is_later in found.items() if is_later)
-
-    def _put_out_until(self, stage: Stage) -> frozenset[Place]:
-        """Places outside later stages' modules: a later module may begin with work of no stage.
-
-        A residual stream that is added up first, say.
-        """
-        places, later = {place for run in self._runs for place, _ in run.noted}, self.later(stage)
-        return frozenset(place for place in places if module_of(place) not in later)
 
     def _last(
         self, stage: Stage, run: TracedRun, deep: Mapping[Any, int], allowed: Collection[Place] | None
@@ -273,26 +250,14 @@ class Traced:
             self._flowing[stage, j] = tuple(made)
         return self._flowing[stage, j]
 
-    def _target(self, j: int) -> Flow:
-        """The flow from the loss with microbatch j's target, for any outputs."""
-        own, target = self._runs[j], self.batches[j].target
+    def target(self, j: int) -> Flow:
+        own, target, loss = self._runs[j], self.batches[j].target, self._loss
+        if isinstance(target, Tensor) and not target.numel():
+            return lambda _: None  # the model makes the loss itself
+        return loss_flow(own.outputs, lambda leaves: loss.function(own.rebuilt(leaves), target) / loss.divisor)
 
-        def flow(outputs: Tensors) -> Sequence[Gradient] | None:
-            empty = isinstance(target, Tensor) and not target.numel()
-            if empty or [y.shape for y in outputs] != [y.shape for y in own.outputs]:
-                return None  # the model makes the loss itself, or the target is another's
-            leaves = [y.detach().requires_grad_() for y in outputs]
-            loss = self._loss.function(own.rebuilt(leaves), target) / self._loss.divisor
-            return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-        return flow
-
-    def _flows_through(self) -> bool:
-        """True if flow through the ends of stages gives each microbatch's gradients."""
-        every = [(stage, j) for stage in range(self._first, self.stages - 1) for j in range(self.microbatches)]
-        return all(self._own_flow_gives_own(stage, j) for stage, j in every)
-
-    def _own_flow_gives_own(self, stage: Stage, j: int) -> bool:
+    def _flows_through(self, stage: Stage, j: int) -> bool:
+        """True if flow through the end of ``stage`` gives microbatch j's gradients."""
         leaves, outputs = self._between(stage, j)
         gradients = self._output_gradients(stage, j)
         made = backward(self.parameters(stage), leaves, outputs, lambda _: gradients)

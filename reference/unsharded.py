@@ -1,6 +1,6 @@
 """A stage that torch cut among ranks, reassembled on one rank with whole weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from types import MethodType
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from pipeproof.reference.copied import deep_copy, hooks_of, tensors_shared
+from pipeproof.reference.copied import TensorsShared, deep_copy, hooks_of
 
 _FSDP = "torch.distributed.fsdp"  # its classes and hooks are removed
 _TENSORS = "torch.distributed.tensor"  # its hooks convert tensors to DTensors, and are removed too
@@ -71,9 +71,11 @@ def unshard(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     instead = dict[int, object]()
     for name, one in whole.items():
         own, policy = named[name], policies.get(_owner(name, policies) or "")
-        instead[id(own)] = nn.Parameter(_narrow(one, policy), requires_grad=own.requires_grad)
+        narrow = None if policy is None else policy.param_dtype
+        value = one if narrow is None else _floats_in(narrow, one)
+        instead[id(own)] = nn.Parameter(value, requires_grad=own.requires_grad)
     others = [one for one in (*named.values(), *module.buffers()) if id(one) not in instead]
-    with _as_found(module), tensors_shared():
+    with _as_found(module), TensorsShared():
         made = deep_copy(module, sharing=(*others, *hooks_of(module)), instead=instead)
     for name, policy in policies.items():
         _cast(made.get_submodule(name), policy)
@@ -82,22 +84,14 @@ def unshard(module: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
 
 def _policies(module: nn.Module) -> dict[str, Any]:
     """By name, the type policy of each part under ``fully_shard``."""
-    return {name: _policy(part) for name, part in module.named_modules() if is_wrapped(part)}
-
-
-def _policy(part: nn.Module) -> Any:
-    return part._get_fsdp_state()._mp_policy  # type: ignore[operator]  # torch has no public way to ask
+    parts: Iterable[tuple[str, Any]] = module.named_modules()  # torch has no public way to ask for the policy
+    return {name: part._get_fsdp_state()._mp_policy for name, part in parts if is_wrapped(part)}
 
 
 def _owner(name: str, policies: Mapping[str, Any]) -> str | None:
     """The part that gathers a parameter: the innermost around it under ``fully_shard``."""
     around = [one for one in policies if not one or name.startswith(f"{one}.")]
     return max(around, key=len, default=None)
-
-
-def _narrow(whole: Tensor, policy: Any) -> Tensor:
-    dtype = None if policy is None else policy.param_dtype
-    return whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
 
 
 def _cast(part: nn.Module, policy: Any) -> None:
@@ -144,12 +138,12 @@ def _as_found(module: nn.Module) -> Iterator[None]:
             if is_wrapped(part):
                 part.__class__ = _whole_class(next(base for base in kind.__mro__ if not _is(base, "FSDPModule")))
             own = part.__dict__
-            for name in [one for one in own if _is_wrapped_method(own[one])]:
-                del own[name]
-            for name in [one for one in own if one.startswith(_OWN)]:
+            for name in [one for one in own if one.startswith(_OWN) or _is_wrapped_method(own[one])]:
                 del own[name]
             for name in [one for one in own if one.endswith("_hooks")]:
-                own[name] = type(own[name])((k, hook) for k, hook in own[name].items() if not _is_cutting(hook))
+                own[name] = type(own[name])(
+                    (k, hook) for k, hook in own[name].items() if not _is_of(hook, _FSDP, _TENSORS)
+                )
         yield
     finally:
         for part, kind in kinds:
@@ -162,15 +156,11 @@ def _as_found(module: nn.Module) -> Iterator[None]:
 
 def _is(kind: type, name: str) -> bool:
     """True if ``kind`` derives from torch's class with this name, without the slow import."""
-    return any(_is_fsdps(base) and base.__name__ == name for base in kind.__mro__)
+    return any(_is_of(base, _FSDP) and base.__name__ == name for base in kind.__mro__)
 
 
-def _is_fsdps(one: object) -> bool:
-    return str(getattr(one, "__module__", "")).startswith(_FSDP)
-
-
-def _is_cutting(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith((_FSDP, _TENSORS))
+def _is_of(one: object, *modules: str) -> bool:
+    return str(getattr(one, "__module__", "")).startswith(modules)
 
 
 def _is_wrapped_method(one: object) -> bool:

@@ -89,18 +89,6 @@ def _most_groups(config: pytest.Config) -> int | None:
     return int(text) if text else None
 
 
-def _exhaust(config: pytest.Config) -> None:
-    most = config.getoption("--pipeproof-exhaust")
-    if most is not None and most < 1:
-        raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
-    room = config.getoption("--pipeproof-room")
-    if room < 0:
-        raise pytest.UsageError(f"--pipeproof-room is {room}: expected a number of bytes, as 4096")
-    given = {"exhaust": most is not None, "room": room > 0}
-    for name in (one for one in given if given[one] and config.getoption("--pipeproof-world") == REAL):
-        raise pytest.UsageError(f"--pipeproof-{name} has no effect without --pipeproof-world=simulated: leave it out")
-
-
 def _transport(config: pytest.Config) -> str:
     name: str = config.getoption("--pipeproof-transport")
     room = config.getoption("--pipeproof-room")
@@ -127,7 +115,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pipeproof(ranks, seed): how many ranks a step takes, and what seeds the test")
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
     _most_groups(config)  # so that a wrong one is reported at once
-    _exhaust(config)
+    most, room = (config.getoption(f"--pipeproof-{name}") for name in ("exhaust", "room"))
+    if most is not None and most < 1:
+        raise pytest.UsageError(f"--pipeproof-exhaust is {most}: expected the most interleavings of a step, as 100")
+    if room < 0:
+        raise pytest.UsageError(f"--pipeproof-room is {room}: expected a number of bytes, as 4096")
+    for name in ("exhaust",) * (most is not None) + ("room",) * (room > 0):
+        if config.getoption("--pipeproof-world") == REAL:
+            text = f"--pipeproof-{name} has no effect without --pipeproof-world=simulated: leave it out"
+            raise pytest.UsageError(text)
     if why := refusal(config.getoption("--pipeproof-device")):
         raise pytest.UsageError(f"--pipeproof-device: {why}")
     _transport(config)
@@ -137,7 +133,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_REPORTS] = reports = VerdictReports(make_folder(config.getoption("--pipeproof-html")))
     config.pluginmanager.register(reports, "pipeproof-reports")
     if under_torchrun():
-        _refuse_workers(config)
+        if getattr(config.option, "numprocesses", None) or getattr(config.option, "dist", "no") != "no":
+            raise pytest.UsageError(
+                "-n does not go with torchrun: each of its workers would take itself for the same rank. "
+                "Run either `torchrun --nproc-per-node N -m pytest` or `pytest -n N`"
+            )
         from pipeproof.worlds.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
@@ -388,12 +388,3 @@ class LeftOut:
             )
             if not self._passed:
                 terminalreporter.write_line("pipeproof: nothing else passed, so this session is no success", red=True)
-
-
-def _refuse_workers(config: pytest.Config) -> None:
-    """Raise UsageError for pytest-xdist's options: its workers would all take the place of one rank."""
-    if getattr(config.option, "numprocesses", None) or getattr(config.option, "dist", "no") != "no":
-        raise pytest.UsageError(
-            "-n does not go with torchrun: each of its workers would take itself for the same rank. "
-            "Run either `torchrun --nproc-per-node N -m pytest` or `pytest -n N`"
-        )

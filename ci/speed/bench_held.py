@@ -14,7 +14,7 @@ from bench_table import Row, Target
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from pipeproof.own.allocations import allocations
+from pipeproof.own.timed_step import allocations
 from pipeproof.pipeline.stage import ModuleStage
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.collectives import Gather, Reduce, own_part, sum_over
+from pipeproof.wings.primitives.collectives import join, own_part, paired, total
 from pipeproof.wings.primitives.stacked import step_of, validate_stack
 from pipeproof.wings.primitives.stacks import Stack, smallest_stack
 from tests.support.planted_step import Step, planted
@@ -66,26 +66,14 @@ def not_summed(right: Step) -> Step:
     return lambda x, group: x.view_as(x)
 
 
-class SummedBothWays(Reduce):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return sum_over(gradients[0].clone(), None), None
-
-
 def summed_both_ways(right: Step) -> Step:
     """Megatron's g sums in the backward, too."""
-    return lambda x, group: SummedBothWays.apply(x, group)
-
-
-class GatheredOneWay(Gather):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return own_part(gradients[0], ctx.group, ctx.dim), None, None
+    return partial(paired, total, total)
 
 
 def gathered_one_way(right: Step) -> Step:
     """This rank takes its part of the gradient that it has itself."""
-    return lambda part, group: GatheredOneWay.apply(part, group, 1)
+    return partial(paired, join, own_part)
 
 
 def on_each_rank(right: Step) -> Step:
@@ -188,11 +176,11 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     "tokens of others": ("tp", "tensor_by_hand.local_index", all_at_home, "computation", "every loss is wrong"),
     "largest logit of its own": ("tp", "tensor_by_hand.largest", own_largest, "computation", "every loss is wrong"),
     "norms in parts": (
-        "sp", "tensor_by_hand.reduce_gradient", left_out("norm.weight", "norm.bias"), "not-reduced",
+        "sp", "collectives.reduce_gradient", left_out("norm.weight", "norm.bias"), "not-reduced",
         "1.attention_norm.weight",
     ),
     "biases in parts": (
-        "sp", "tensor_by_hand.reduce_gradient", left_out("down.bias", "output.bias"), "not-reduced",
+        "sp", "collectives.reduce_gradient", left_out("down.bias", "output.bias"), "not-reduced",
         "2.feedforward.down.bias",
     ),
     "gathered one way": ("sp", "tensor_by_hand.gather", gathered_one_way, "", "3.norm.bias (stage 0)"),

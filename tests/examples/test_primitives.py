@@ -204,11 +204,11 @@ def mean_for_sum(right: Step) -> Step:
 
 Fault = tuple[str, str, Callable[[Step], Step]]
 FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is around the step
-    "router not reduced": ("ep", "experts.reduce_gradient", skipped("router.weight")),
+    "router not reduced": ("ep", "collectives.reduce_gradient", skipped("router.weight")),
     "experts times ranks": ("ep", "", experts_times_ranks),
     "experts in another order": ("ep", "experts.compute", reversed_experts),
-    "parts not reduced": ("cp", "context.reduce_gradient", skipped("")),
-    "mean of parts": ("cp", "context.reduce_gradient", averaged),
+    "parts not reduced": ("cp", "collectives.reduce_gradient", skipped("")),
+    "mean of parts": ("cp", "collectives.reduce_gradient", averaged),
     "a rank's gradient for that of all": (
         "cp",
         "collectives.sum_over",
@@ -218,7 +218,7 @@ FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is arou
     "torch's gather": ("cp", "context.gather", of_torch),
     "bias on each": ("tp", "", bias_on_each),
     "mean for sum": ("tp", "", mean_for_sum),
-    "one not reduced": ("pp, ddp, tp", "data_parallel.reduce_gradient", skipped("0.positions.weight", ranks=(0, 2))),
+    "one not reduced": ("pp, ddp, tp", "collectives.reduce_gradient", skipped("0.positions.weight", ranks=(0, 2))),
 }
 
 

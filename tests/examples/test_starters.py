@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.init import STARTERS, requirements, text, write_new
+from pipeproof.commands.init import STARTERS, describe, text, write_new
 from pipeproof.core.cause import KINDS
 from tests.support.guides import PAGES
 from tests.support.warm_start import Ended
 
-ALONE = [kind for kind in STARTERS if not requirements(kind)]  # those of frameworks run by ci/frameworks
-FRAMEWORKS = [kind for kind in STARTERS if requirements(kind)]
+ALONE = [kind for kind in STARTERS if not describe(kind)[1]]  # those of frameworks run by ci/frameworks
+FRAMEWORKS = [kind for kind in STARTERS if describe(kind)[1]]
 Launch = Callable[..., Ended]
 
 
@@ -42,11 +42,11 @@ def test_a_framework_that_is_missing_is_one_sentence_with_the_line_that_installs
     assert f"{len(FRAMEWORKS)} errors" in done.stdout, done.stdout
     assert "ModuleNotFoundError" not in done.stdout
     for kind in FRAMEWORKS:
-        install = requirements(kind).removeprefix(f"It needs {kind}: ")
+        install = describe(kind)[1].removeprefix(f"It needs {kind}: ")
         assert re.search(rf"Error: {kind}[-\w]* is not installed: {re.escape(install)}\n", done.stdout), kind
 
 
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_a_guide_installs_what_the_file_needs(kind: str) -> None:
     lines = re.findall(r"(?m)^\$ (pip install .*)$", PAGES[f"validation/guides/{kind}.md"])
-    assert requirements(kind) == f"It needs {kind}: {' && '.join(lines)}"
+    assert describe(kind)[1] == f"It needs {kind}: {' && '.join(lines)}"

@@ -1,6 +1,5 @@
 """Faults at ColossalAI's real places: a step of the tiny model with one of them."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -14,18 +13,8 @@ from torch import Tensor, nn
 
 from pipeproof import StepResult
 from tests.frameworks import tiny_colossal
-from tests.frameworks.fault import Fault
+from tests.frameworks.fault import Fault, method, planted
 from tests.frameworks.tiny_colossal import Layout
-
-
-def method(stack: ExitStack, place: type, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right method and its object first, in its place."""
-    right = getattr(place, name)
-
-    def made(own: Any, *given: Any, **named: Any) -> Any:
-        return wrong(right, own, *given, **named)
-
-    stack.enter_context(mock.patch.object(place, name, made))
 
 
 def not_divided(stack: ExitStack) -> None:
@@ -203,6 +192,4 @@ FAULTS = {
 
 def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_colossal``, wrong."""
-    with ExitStack() as stack:
-        FAULTS[fault].plant(stack)
-        return tiny_colossal.step(layout, model, microbatches)
+    return planted(FAULTS[fault].plant, tiny_colossal.step, layout, model, microbatches)

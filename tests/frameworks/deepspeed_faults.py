@@ -17,19 +17,9 @@ from torch import Tensor, nn
 from pipeproof import StepResult
 from tests.frameworks.engines import tiny_pipe
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
-from tests.frameworks.fault import Fault, patched
+from tests.frameworks.fault import Fault, method, patched, planted
 
 Instruction = Callable[..., None]
-
-
-def method(stack: ExitStack, place: type, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right method and its object first, in its place."""
-    right = getattr(place, name)
-
-    def made(own: Any, *given: Any, **named: Any) -> Any:
-        return wrong(right, own, *given, **named)
-
-    stack.enter_context(mock.patch.object(place, name, made))
 
 
 def executed(stack: ExitStack, instruction: type, wrong: Callable[..., None]) -> None:
@@ -180,6 +170,4 @@ FAULTS = {
 
 def step(fault: str, layout: Layout, model: nn.Module, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_pipe``, wrong."""
-    with ExitStack() as stack:
-        FAULTS[fault].plant(stack)
-        return tiny_pipe.step(layout, model, microbatches)
+    return planted(FAULTS[fault].plant, tiny_pipe.step, layout, model, microbatches)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from pipeproof import StepResult
 from pipeproof.core.verdict import Verdict
 
 Plant = Callable[[ExitStack], None]
@@ -25,6 +26,19 @@ class Fault:
 def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
     """Put ``wrong``, which is given the right one first, in its place."""
     stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
+
+
+def method(stack: ExitStack, kind: type, name: str, wrong: Callable[..., Any]) -> None:
+    """Put ``wrong``, which is given the right method and its object first, in its place."""
+    right = getattr(kind, name)
+    stack.enter_context(mock.patch.object(kind, name, lambda *given, **named: wrong(right, *given, **named)))
+
+
+def planted(plant: Plant, step: Callable[..., StepResult], *given: Any) -> StepResult:
+    """What ``step`` of these gives with a fault."""
+    with ExitStack() as stack:
+        plant(stack)
+        return step(*given)
 
 
 def named(verdict: Verdict) -> tuple[str, list[tuple[str, str]]]:

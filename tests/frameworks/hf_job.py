@@ -22,7 +22,7 @@ from pipeproof import Contract, transformers
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_hf
-from tests.frameworks.fault import Plant, patched
+from tests.frameworks.fault import Plant, method, patched
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.tiny_hf import IGNORED, ROWS, SEQUENCE, WORDS
 
@@ -120,27 +120,22 @@ def not_cleared(stack: ExitStack) -> None:
 
 def never_synchronised(stack: ExitStack) -> None:
     """Replicas keep their own gradients: every microbatch is differentiated in ``no_sync``."""
-    ddp = nn.parallel.DistributedDataParallel
 
     def forward(right: Any, own: Any, *inputs: Any, **named: Any) -> Any:
         with own.no_sync():
             return right(own, *inputs, **named)
 
-    inner = ddp.forward
-    stack.enter_context(
-        mock.patch.object(ddp, "forward", lambda own, *given, **named: forward(inner, own, *given, **named))
-    )
+    method(stack, nn.parallel.DistributedDataParallel, "forward", forward)
 
 
 def not_multiplied(stack: ExitStack) -> None:
     """The loss is divided by the tokens of all processes, and DDP takes the mean over them."""
-    inner = Trainer.compute_loss
 
-    def compute_loss(own: Trainer, *given: Any, **named: Any) -> Any:
+    def compute_loss(right: Any, own: Trainer, *given: Any, **named: Any) -> Any:
         with mock.patch.object(own.args, "average_tokens_across_devices", False):
-            return inner(own, *given, **named)
+            return right(own, *given, **named)
 
-    stack.enter_context(mock.patch.object(Trainer, "compute_loss", compute_loss))
+    method(stack, Trainer, "compute_loss", compute_loss)
 
 
 def nothing(stack: ExitStack) -> None:
@@ -159,14 +154,18 @@ FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def opened(job: Job, fault: str = "") -> Iterator[Trainer]:
+    """The trainer of a job, which has a fault."""
+    _, plant, more = FAULTS[fault] if fault else (job, nothing, {})
+    with ExitStack() as stack:
+        plant(stack)
+        yield trainer_of(job, stack.enter_context(launched(job)), **more)
+
+
 def checked(_: RankContext, job: Job, fault: str = "") -> Verdict:
     """The verdict on a step of a job, which has a fault."""
-    more: dict[str, Any] = {}
-    with ExitStack() as stack:
-        if fault:
-            _, plant, more = FAULTS[fault]
-            plant(stack)
-        trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
+    with opened(job, fault) as trainer:
         with transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0) as check:
             trainer.train()
         return check.verdict
@@ -177,8 +176,7 @@ def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]
     found: list[Sequence[dict[str, Any]]] = []
     for check_it in (False, True):
         seed()
-        with launched(job) as folder:
-            trainer = trainer_of(job, folder)
+        with opened(job) as trainer:
             context = transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0)
             with context if check_it else nullcontext() as check:
                 trainer.train()
@@ -187,32 +185,18 @@ def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]
     return check.verdict, differences(*found)
 
 
-def recorded(_: RankContext, job: Job, path: str, fault: str) -> str:
-    """Record a step that has a fault, or none; why that cannot be."""
-    more: dict[str, Any] = {}
-    with ExitStack() as stack:
-        if fault:
-            _, plant, more = FAULTS[fault]
-            plant(stack)
-        trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
-        with transformers.record_step(trainer, path, step=job.checked, timeout_s=60.0) as observed:
-            trainer.train()
-        return observed.problem
-
-
-def recorded_late(_: RankContext, job: Job, path: str) -> str:
-    """Why a step that the trainer does not come to is not recorded."""
-    with launched(job) as folder:
-        trainer = trainer_of(job, folder)
-        with transformers.record_step(trainer, path, step=9, timeout_s=60.0) as observed:
+def recorded(_: RankContext, job: Job, path: str, fault: str = "", step: int | None = None) -> str:
+    """Record a step that has a fault, or none; why that cannot be. ``step``: another than the job says."""
+    with opened(job, fault) as trainer:
+        number = job.checked if step is None else step
+        with transformers.record_step(trainer, path, step=number, timeout_s=60.0) as observed:
             trainer.train()
         return observed.problem
 
 
 def expected(_: RankContext, job: Job, path: str) -> None:
     """Write the record of the first step on one device, of the batches that a trainer of one process draws."""
-    with launched(job) as folder:
-        trainer = trainer_of(job, folder)
+    with opened(job) as trainer:
         batches = [*islice(trainer.get_train_dataloader(), job.accumulation)]
     model = tiny_hf.build(tiny_hf.Layout(model=job.model, layers=2, tied=job.tied, dtype=job.dtype))
     tokens = sum(int((one["labels"][:, 1:] != IGNORED).sum()) for one in batches)
@@ -234,8 +218,7 @@ def expected(_: RankContext, job: Job, path: str) -> None:
 
 def ended_early(_: RankContext, job: Job) -> tuple[str, str, bool]:
     """What a job that raises in its step raises, the verdict on it, and whether the trainer is as it was."""
-    with launched(job) as folder:
-        trainer = trainer_of(job, folder)
+    with opened(job) as trainer:
         failing = mock.patch.object(trainer, "compute_loss", partial(_raise, KeyError("the job's own")))
         with failing:
             try:

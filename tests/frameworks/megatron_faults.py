@@ -23,7 +23,7 @@ from pipeproof import StepResult
 from pipeproof.wings.adapters.megatron_whole import bare
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
-from tests.frameworks.fault import Fault, patched
+from tests.frameworks.fault import Fault, method, patched, planted
 
 Train = Callable[..., None]
 
@@ -73,9 +73,7 @@ def stale_buffer(stack: ExitStack) -> None:
         return made
 
     for name in ("recv_forward", "send_backward_recv_forward"):
-        right = getattr(P2PCommunicator, name)
-        wrong = lambda *given, _right=right, **named: received(_right, *given, **named)  # noqa: E731  # a method
-        stack.enter_context(mock.patch.object(P2PCommunicator, name, wrong))
+        method(stack, P2PCommunicator, name, received)
 
 
 def last_in_first_out(stack: ExitStack) -> None:
@@ -129,13 +127,12 @@ def not_cleared(stack: ExitStack) -> None:
 
 def summed_over_replicas(stack: ExitStack) -> None:
     """Gradients of replicas are not divided by their number."""
-    right = param_and_grad_buffer._ParamAndGradBucket.__init__
 
-    def made(bucket: Any, *given: Any, **named: Any) -> None:
+    def made(right: Any, bucket: Any, *given: Any, **named: Any) -> None:
         right(bucket, *given, **named)
         bucket.gradient_scaling_factor = 1.0
 
-    stack.enter_context(mock.patch.object(param_and_grad_buffer._ParamAndGradBucket, "__init__", made))
+    method(stack, param_and_grad_buffer._ParamAndGradBucket, "__init__", made)
 
 
 def other_shard(stack: ExitStack) -> None:
@@ -159,23 +156,19 @@ def tokens_of_one_replica(stack: ExitStack) -> None:
 
 def shard_zeroed(stack: ExitStack) -> None:
     """The optimizer loses what it was given of the largest weight of rank 0's shard, once gradients are complete."""
-    right = distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads
 
-    def copied(optimizer: Any) -> None:
+    def copied(right: Any, optimizer: Any) -> None:
         right(optimizer)
         if dist.get_rank() == 0:
             max((one.grad for group in optimizer.shard_fp32_groups for one in group), key=Tensor.numel).zero_()
 
-    stack.enter_context(
-        mock.patch.object(distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads", copied)
-    )
+    method(stack, distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads", copied)
 
 
 def hooked(stack: ExitStack, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
     """What is done to a parameter around the hook that adds its ``.grad`` to its ``main_grad``, on the last stage."""
-    right = DistributedDataParallel._make_backward_post_hook
 
-    def made(ddp: Any, parameter: Any) -> Any:
+    def made(right: Any, ddp: Any, parameter: Any) -> Any:
         hook = right(ddp, parameter)
 
         def wrong(*given: Any) -> None:
@@ -185,7 +178,7 @@ def hooked(stack: ExitStack, before: Callable[[Any], None], after: Callable[[Any
 
         return wrong if parallel_state.is_pipeline_last_stage() else hook
 
-    stack.enter_context(mock.patch.object(DistributedDataParallel, "_make_backward_post_hook", made))
+    method(stack, DistributedDataParallel, "_make_backward_post_hook", made)
 
 
 def nothing(_: Any) -> None:
@@ -286,6 +279,4 @@ PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"shard-zeroed": sh
 
 def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_gpt``, wrong."""
-    with ExitStack() as stack:
-        FAULTS[fault].plant(stack)
-        return tiny_gpt.step(layout, model, microbatches)
+    return planted(FAULTS[fault].plant, tiny_gpt.step, layout, model, microbatches)

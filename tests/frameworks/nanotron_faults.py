@@ -1,6 +1,6 @@
 """Faults at nanotron's real places: a step of the tiny Llama with one of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeproof import StepResult, nanotron
 from tests.frameworks import tiny_llama
-from tests.frameworks.fault import Fault, patched
+from tests.frameworks.fault import Fault, method, patched, planted
 from tests.frameworks.tiny_llama import Layout, Trainer
 
 with nanotron.imports():
@@ -25,12 +25,6 @@ with nanotron.imports():
     from nanotron.parallel.pipeline_parallel.engine import PipelineEngine
     from nanotron.parallel.pipeline_parallel.p2p import P2P
     from nanotron.parallel.pipeline_parallel.state import PipelineTrainBatchState
-
-
-def method(stack: ExitStack, kind: type, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right method first, in its place."""
-    right = getattr(kind, name)
-    stack.enter_context(mock.patch.object(kind, name, lambda *given, **named: wrong(right, *given, **named)))
 
 
 def not_divided(stack: ExitStack) -> None:
@@ -232,6 +226,4 @@ FAULTS = {
 
 def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> StepResult:
     """The step of ``tiny_llama``, wrong."""
-    with ExitStack() as stack:
-        FAULTS[fault].plant(stack)
-        return tiny_llama.step(layout, model, microbatches)
+    return planted(FAULTS[fault].plant, tiny_llama.step, layout, model, microbatches)

@@ -110,7 +110,7 @@ def test_a_fault_in_a_recorded_step_is_caught(name: str, world: World, tmp_path:
 @pytest.mark.filterwarnings("ignore:the step was not recorded")
 def test_a_step_that_never_came_is_said(world: World, tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
-    (problem,) = world.run(hf_job.recorded_late, Job(), str(path), ranks=1)
+    (problem,) = world.run(hf_job.recorded, Job(), str(path), "", 9, ranks=1)
     assert problem == "the block took no step 9: call trainer.train in it, with max_steps above 9"
     assert not path.exists()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeproof import StepResult
 from pipeproof.wings.adapters import transformers_stage
 from tests.frameworks import tiny_hf
-from tests.frameworks.fault import Fault, patched
+from tests.frameworks.fault import Fault, patched, planted
 from tests.frameworks.tiny_hf import IGNORED, Data, Layout
 
 
@@ -255,6 +255,4 @@ PLANTS["own-tokens"] = own_tokens
 
 def step(fault: str, layout: Layout, model: nn.Module, microbatches: Sequence[Any]) -> StepResult:
     """The step of ``tiny_hf``, wrong."""
-    with ExitStack() as stack:
-        PLANTS[fault](stack)
-        return tiny_hf.step(layout, model, microbatches)
+    return planted(PLANTS[fault], tiny_hf.step, layout, model, microbatches)

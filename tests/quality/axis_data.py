@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.wings.primitives import stacked
+from pipeproof.wings.primitives import data_parallel, stacked
 
 
 def hooked(hook: Any) -> Callable[[Any, DeviceMesh], None]:
@@ -174,7 +174,7 @@ FAULTS: Mapping[str, Sequence[Plant]] = {
     "shards never reduced": (in_part("zero-3", sync=never_reduced),),
     "shards reduced before the last": (in_part("zero-3", sync=in_all_but_last),),
     "shards exchanged": (finished("zero-3", neighbours_exchanged),),
-    "shards reduced in bf16": (wrapped(stacked, "fully_shard", reduced_in_bf16),),
+    "shards reduced in bf16": (wrapped(data_parallel, "fully_shard", reduced_in_bf16),),
     "copies of shards not reduced": (in_part("hsdp", apply=along_shards_alone),),
     "copies of shards wait": (in_part("hsdp", sync=copies_apart),),
     "one weight on one line of dp": (in_part("ddp", finish=unless(on(having("1.feedforward.up.weight"), 0, 2))),),

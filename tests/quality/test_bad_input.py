@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeproof import StepResult
 from pipeproof.commands.cli import main
+from pipeproof.core.comparison import Comparison
 from pipeproof.core.contract import Contract
-from pipeproof.core.judge import Judge
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import judge
@@ -309,7 +309,7 @@ def test_an_interrupt_is_no_crash(whitebox_here: WhiteBox, monkeypatch: pytest.M
 def test_what_failed_before_the_judge_crashed_has_failed(
     whitebox_here: WhiteBox, step: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Judge, "_norms", crash)
+    monkeypatch.setattr(Comparison, "follow", crash)
     verdict = judged(whitebox_here, step)
     assert (verdict.outcome, verdict.tier) == (outcome, "none")
     assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
@@ -320,7 +320,7 @@ def test_what_only_locates_a_fault_is_no_fault_where_the_judge_crashed(
     whitebox_here: WhiteBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = judged(whitebox_here, warmed_up)
-    monkeypatch.setattr(Judge, "_norms", crash)
+    monkeypatch.setattr(Comparison, "follow", crash)
     stopped = judged(whitebox_here, warmed_up)
     assert (whole.outcome, stopped.outcome, stopped.mismatches) == ("pass", "unknown", ())
     golden("\n".join(one.law("initial-weights").note for one in (whole, stopped)))

@@ -106,7 +106,7 @@ HOOKS = re.compile(r"(register_\w*hook|hook_first)$")
 # Whose hooks may raise: they run in a reference or in a step of ours, or plant a fault; or have a fence of their own.
 NOT_OBSERVING = (
     *(f"validation.{name}." for name in ("wings.primitives", "wings.specimens", "wings.simulated")),
-    "validation.wings.composed.causes",
+    "validation.wings.composed.gradients",
     "validation.wings.mutate.",
     *(f"validation.whitebox.{name}" for name in ("task", "tensor_index")),
     "validation.wings.runs.recorder",

@@ -18,7 +18,7 @@ from tests.support.sources import MODULES, OURS, ROOT, TOP_LEVEL, Source, import
 MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks")
 
 PLAN = set(
-    "action schedule schedules columns cells graph dataflow memory laws program messages transports deadlock buffers "
+    "action schedule schedules columns cells graph dataflow memory laws program messages transports deadlock "
     "program_laws symbolic timeline sizes partition text_grid plan files profile trace deliveries costs chrome_trace "
     "mesh mesh_file mesh_sums recorded checked".split()
 )

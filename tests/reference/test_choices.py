@@ -71,9 +71,8 @@ def test_other_modules_are_left_alone() -> None:
     with choosing(in_model(router), told) as found:
         assert router(torch.ones(())).tolist() == [pytest.approx(1.4), pytest.approx(0.5)]
     assert not found
-    assert [Routers((name,)).has("layers.0.router") for name in ("router", "0.router", "outer", "l*.router", "0")] == [
-        *(True, True, False, True, False)
-    ]
+    names = ("router", "0.router", "outer", "l*.router", "0")
+    assert [name for name in names if Routers((name,)).has("layers.0.router")] == ["router", "0.router", "l*.router"]
 
 
 def test_by_how_much_scores_would_be_off() -> None:
@@ -123,11 +122,4 @@ def test_how_many_tokens_come_in_tells_what_is_chosen_for_what() -> None:
     assert not found["layers.0.router"][0].of_tokens, "four experts choose among six tokens"
     assert not router._forward_pre_hooks, "nothing is left behind"
     scores = Choice(torch.zeros(8, 6), torch.zeros(8, 2).long(), torch.zeros(8, 2).long())
-    assert [scores.for_tokens(tokens).of_tokens for tokens in (8, 4, 6, 3, 5, 0)] == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [tokens for tokens in (8, 4, 6, 3, 5, 0) if scores.for_tokens(tokens).of_tokens] == [8, 4, 5, 0]

@@ -40,44 +40,11 @@ class Noise:
 HOLDER = SimpleNamespace(noise=Noise())
 
 
-def of_torch() -> None:
-    torch.ones(3).normal_(generator=TORCH)
-
-
-def of_python() -> None:
-    PYTHON.random()
-
-
-def of_numpy() -> None:
-    NUMPY["mine"].random(3)
-
-
-def of_numpy_before() -> None:
-    BEFORE.random_sample(3)
-
-
-def of_a_member() -> None:
-    assert HOLDER.noise.lazy
-    HOLDER.noise.arrays.random(3)
-
-
-def of_a_class() -> None:
-    Noise.of_all.random(3)
-
-
-def of_a_method() -> None:
-    Noise().bound()
-
-
 def in_a_loop() -> Iterator[float]:
     own = numpy.random.default_rng(6)
     KEPT_IN_LOOP.append(own)
     while True:
         yield own.random()
-
-
-def of_a_loop() -> None:
-    next(LOOP)
 
 
 KEPT_IN_LOOP: list[numpy.random.Generator] = []
@@ -94,20 +61,20 @@ def around() -> Callable[[], None]:
     return draw
 
 
-DRAWS: list[tuple[Callable[[], None], Any]] = [
-    (of_torch, TORCH),
-    (of_python, PYTHON),
-    (of_numpy, NUMPY["mine"]),
-    (of_numpy_before, BEFORE),
-    (of_a_member, HOLDER.noise.arrays),
-    (of_a_class, Noise.of_all),
-    (of_a_method, Noise.of_method),
-    (of_a_loop, KEPT_IN_LOOP[0]),
+DRAWS: list[tuple[Callable[[], object], Any]] = [
+    (lambda: torch.ones(3).normal_(generator=TORCH), TORCH),
+    (lambda: PYTHON.random() + 1, PYTHON),
+    (lambda: NUMPY["mine"].random(3), NUMPY["mine"]),
+    (lambda: BEFORE.random_sample(3), BEFORE),
+    (lambda: (HOLDER.noise.lazy, HOLDER.noise.arrays.random(3)), HOLDER.noise.arrays),
+    (lambda: Noise.of_all.random(3), Noise.of_all),
+    (lambda: Noise().bound(), Noise.of_method),
+    (lambda: next(LOOP), KEPT_IN_LOOP[0]),
 ]
 
 
 @pytest.mark.parametrize(("draw", "generator"), DRAWS)
-def test_generators_that_are_drawn_from_are_seen(draw: Callable[[], None], generator: Any) -> None:
+def test_generators_that_are_drawn_from_are_seen(draw: Callable[[], object], generator: Any) -> None:
     with DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()
         draw()
@@ -115,7 +82,7 @@ def test_generators_that_are_drawn_from_are_seen(draw: Callable[[], None], gener
 
 
 @pytest.mark.parametrize(("draw", "generator"), DRAWS)
-def test_those_that_are_known_are_no_others(draw: Callable[[], None], generator: Any) -> None:
+def test_those_that_are_known_are_no_others(draw: Callable[[], object], generator: Any) -> None:
     with DrawnFrom([generator], []) as drawn:
         draw()
     assert drawn.others == []
@@ -128,32 +95,25 @@ def test_one_around_a_function_is_seen() -> None:
     assert len(drawn.others) == 1
 
 
-def named_alone() -> None:
-    assert NUMPY
-
-
-def of_all_own() -> None:
-    torch.rand(2)
-    random.random()
-    numpy.random.random()
-
-
 def seeded() -> None:
     TORCH.manual_seed(5)
     torch.rand(2, generator=TORCH)
     random.Random(5).random()
 
 
-def made_for_it() -> None:
-    draw_from(numpy.random.default_rng())
-
-
 def draw_from(generator: numpy.random.Generator) -> None:
     generator.random()
 
 
-@pytest.mark.parametrize("draw", [named_alone, of_all_own, seeded, made_for_it])
-def test_what_is_known_or_seeded_is_no_other(draw: Callable[[], None]) -> None:
+OTHERS: list[Callable[[], object]] = [
+    lambda: bool(NUMPY),  # it is named alone
+    lambda: (torch.rand(2), random.random(), numpy.random.random()),
+    lambda: draw_from(numpy.random.default_rng()),
+]
+
+
+@pytest.mark.parametrize("draw", [*OTHERS, seeded])
+def test_what_is_known_or_seeded_is_no_other(draw: Callable[[], object]) -> None:
     with DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()
     assert drawn.others == []
@@ -207,6 +167,6 @@ def test_a_profiler_of_the_users_own_goes_on() -> None:
 
 def test_under_a_profiler_in_c_nothing_breaks_and_what_operators_are_given_is_seen() -> None:
     with cProfile.Profile(), DrawnFrom([], []) as drawn:
-        of_torch()
+        DRAWS[0][0]()
     assert drawn.others == [TORCH]
     assert not torch.overrides._get_current_function_mode_stack()

@@ -40,32 +40,18 @@ def of_torch() -> tuple[Any, Callable[[], float]]:
     return one, lambda: torch.rand((), generator=one).item()
 
 
-def of_python() -> tuple[Any, Callable[[], float]]:
-    one = random.Random(1)
-    return one, one.random
+# Each makes a generator, and names its way to draw.
+OTHERS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: random.Random(1), "random"),
+    (lambda: numpy.random.default_rng(1), "random"),
+    (lambda: numpy.random.RandomState(1), "random_sample"),
+    (lambda: Keeper(lambda: torch.Generator().manual_seed(1).get_state()), "draw"),
+    (lambda: Keeper(lambda: torch.Generator().manual_seed(1)), "draw"),
+]
+MAKES = [of_torch, *(lambda make=make, name=name: ((one := make()), getattr(one, name)) for make, name in OTHERS)]
 
 
-def of_numpy() -> tuple[Any, Callable[[], float]]:
-    one = numpy.random.default_rng(1)
-    return one, one.random
-
-
-def of_numpy_before() -> tuple[Any, Callable[[], float]]:
-    one = numpy.random.RandomState(1)
-    return one, one.random_sample
-
-
-def of_states() -> tuple[Any, Callable[[], float]]:
-    one = Keeper(lambda: torch.Generator().manual_seed(1).get_state())
-    return one, one.draw
-
-
-def of_several() -> tuple[Any, Callable[[], float]]:
-    one = Keeper(lambda: torch.Generator().manual_seed(1))
-    return one, one.draw
-
-
-@pytest.mark.parametrize("make", [of_torch, of_python, of_numpy, of_numpy_before, of_states, of_several])
+@pytest.mark.parametrize("make", MAKES)
 def test_what_was_kept_is_drawn_again(make: Callable[[], tuple[Any, Callable[[], float]]]) -> None:
     one, draw = make()
     assert is_generator(one)

@@ -149,6 +149,32 @@ def test_where_no_tensor_separates_stages_there_are_no_pairs_and_that_is_said() 
     assert gradient.any()
 
 
+class Counting(Bypass):
+    """Gives what depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls.clone()
+
+
+def test_contributions_are_those_of_the_calls_in_order() -> None:
+    torch.manual_seed(0)
+    model, own, batches = Counting(), Counting(), own_batches()
+    own.load_state_dict(model.state_dict())
+    losses = [nn.functional.mse_loss(own(batch.inputs[0]), batch.target) / COUNT for batch in batches]
+    held = {(block, name) for name, block in by_block(model).items()}
+    loss = Loss(nn.functional.mse_loss, COUNT)
+    found = Traced(model, held=held, batches=batches, loss=loss, losses=[COUNT * x.item() for x in losses], ends={})
+    for j, gradient in enumerate(torch.autograd.grad(one, own.blocks[1].weight)[0] for one in losses):
+        made = found.contribution(1, j).gradients["blocks.1.weight"]
+        assert made is not None
+        torch.testing.assert_close(made.float(), gradient)
+
+
 class OneType(nn.Module):
     """Runs in fp32 only."""
 

@@ -16,6 +16,7 @@ from pipeproof.records.step_check import check_step
 from pipeproof.wings.composed import StageByStage
 
 MSE = nn.functional.mse_loss
+TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
 DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]
 Sent = dict[tuple[int, int], list[tuple[int, Tensor]]]  # of an output, by stage and number: who got what
 
@@ -125,6 +126,19 @@ def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
     return check.verdict
 
 
+def one_by_one(job: Job) -> list[Verdict]:
+    """The verdicts on as many steps as there are stages, one of which alone is run again in each."""
+    by, found = StageByStage(job.loss_fn, stages="one by one"), list[Verdict]()
+    for _ in job.stages:
+        with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
+            job.step()
+            check.gradients()
+        for one in (one for stage in job.stages for one in stage.parameters()):
+            one.grad = None if one.requires_grad else one.grad
+        found.append(check.verdict)
+    return found
+
+
 class Layer(nn.Module):
     """A linear layer, and what ``then`` makes of its output and of what else comes in."""
 
@@ -141,3 +155,22 @@ class Layer(nn.Module):
 def layers(*then: Callable[..., Any]) -> list[nn.Module]:
     torch.manual_seed(0)
     return [Layer(one) for one in then]
+
+
+class Counted(Layer):
+    """What it gives depends on how often it was called."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
+        return super().forward(x) * self.calls
+
+
+class Words(nn.Module):
+    """Embeds tokens, and their positions, if any are given."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 8, sparse=sparse), nn.Embedding(9, 8)
+
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        found: Tensor = self.words(tokens)
+        return found if places is None else found + self.places(places)

@@ -1,5 +1,8 @@
 """What a test of a step starts from, where it needs nothing of its own: microbatches, blocks in a row, and a loss."""
 
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +22,44 @@ def pairs(count: int = 4, *, rows: int = 4, width: int = WIDTH, to: int | None =
     return [(torch.randn(shapes[0], generator=draw), torch.randn(shapes[1], generator=draw)) for _ in range(count)]
 
 
+def backward(
+    model: nn.Module,
+    microbatches: Sequence[tuple[Any, Any]],
+    *,
+    divisor: float | None = None,
+    by: Callable[[Any, Any], Tensor] = loss_fn,
+    skipped: Collection[int] = (),
+) -> list[float]:
+    """The losses of a plain loop; each is divided by ``divisor``, or by their number, before its backward."""
+    losses = []
+    for number, (inputs, target) in enumerate(microbatches):
+        loss = by(model(inputs), target)
+        losses.append(loss.item())
+        if number not in skipped:
+            (loss / (divisor or len(microbatches))).backward()
+    return losses
+
+
 def blocks(count: int = 4, *, width: int = WIDTH, seed: int = 0) -> nn.Sequential:
     """So many layers of one width, each with its tanh."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def sgd(model: nn.Module, rate: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
+    """The plainest optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with a state."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def on_one_device(model: nn.Module, microbatches: Sequence[Any], *, count: int | None = None) -> list[float]:
+    """The losses; each is divided by their number, or by ``count``, and its backward adds up gradients."""
+    losses = []
+    for x, target in microbatches:
+        losses.append(loss := loss_fn(model(x), target))
+        (loss / (count or len(microbatches))).backward()
+    return [loss.item() for loss in losses]

@@ -75,24 +75,32 @@ def all_forward_all_backward(
 
 
 def one_by_one(
-    stage: nn.Module, microbatches: list[Any], received: Callable[[int, Tensor], Tensor] = lambda m, x: x
+    stage: nn.Module,
+    microbatches: list[Any],
+    received: Callable[[int, Tensor], Tensor] = lambda m, x: x,
+    *,
+    backward: bool = True,
 ) -> list[float]:
     """The losses, on the last of two ranks, a microbatch at a time. ``received``: what becomes of what it is sent."""
     losses = []
     for m, (x, target) in enumerate(microbatches):
         if dist.get_rank() == 0:
-            y = stage(x)
+            with torch.set_grad_enabled(backward):
+                y = stage(x)
             dist.send(y.detach(), 1)
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, 1)
-            y.backward(gradient)
+            if backward:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, 1)
+                y.backward(gradient)
             continue
         x = torch.empty_like(x)
         dist.recv(x, 0)
         x = received(m, x).requires_grad_()
-        loss = loss_fn(stage(x), target)
-        (loss / len(microbatches)).backward()
-        dist.send(x.grad, 0)
+        with torch.set_grad_enabled(backward):
+            loss = loss_fn(stage(x), target)
+        if backward:
+            (loss / len(microbatches)).backward()
+            dist.send(x.grad, 0)
         losses.append(loss.item())
     return losses
 

@@ -11,7 +11,7 @@ from pipeproof.commands.option_parser import add, refuse_unused, whole
 from pipeproof.commands.selection import device_of, tell_notes
 from pipeproof.commands.work import Work, work_of
 from pipeproof.own.case import Case, CaseError
-from pipeproof.own.config import Config, read_config
+from pipeproof.own.config import read_config
 from pipeproof.own.runtimes import OWN
 from pipeproof.own.timings import FEWEST, Timing
 from pipeproof.pipeline.sizes import check_count, some
@@ -22,7 +22,6 @@ from pipeproof.worlds.launcher import describe_sharing, start_fork_server, warn_
 from pipeproof.worlds.rank_report import RankFailed
 
 if TYPE_CHECKING:
-    from pipeproof.commands.campaign import Setting
     from pipeproof.worlds.world import World
 
 _MOST = 10_000  # rounds
@@ -41,28 +40,24 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_configs(options: argparse.Namespace) -> int:
-    """``validate`` with ``--bench``: how long the configs take, side by side with the first."""
+    """Time a step of each config, beside the first: 1 where a loss is not finite, 3 where ranks failed."""
     refuse_unused(options, sorted(options.given - _TIMED), "with --bench, which times configs")
-    check_count("--rounds", options.rounds, least=FEWEST, most=_MOST)
+    rounds = check_count("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.bench]
-    works, device = [work_of(config) for config in configs], device_of(options, configs)
-    for name, work in ((config.name, work) for config, work in zip(configs, works, strict=True)):
+    wanted = [(config, work_of(config)) for config in configs]
+    for config, work in wanted:
         if isinstance(work, Case) and work.runtime != OWN:
-            raise CaseError(f"{name}: runtime {work.runtime} is not timed here: expected {OWN}; leave it out")
+            raise CaseError(f"{config.name}: runtime {work.runtime} is not timed here: expected {OWN}; leave it out")
         if isinstance(work, Case) and work.specimen:
-            raise CaseError(f"{name}: specimen {work.specimen} is a planted fault: expected a right step; leave it out")
+            planted = f"specimen {work.specimen} is a planted fault"
+            raise CaseError(f"{config.name}: {planted}: expected a right step; leave it out")
     start_fork_server()
     from pipeproof.commands.campaign import Setting
 
-    wanted = list(zip(configs, works, strict=True))
-    return bench(wanted, Setting.of(options, device=device), rounds=options.rounds)
-
-
-def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: int) -> int:
-    """Time a step of each; returns the exit status: 1 where a loss is not finite, 3 where ranks failed."""
-    terminal, device = Terminal(), setting.chosen_device
+    setting, terminal = Setting.of(options, device=device_of(options, configs)), Terminal()
+    device = setting.chosen_device
     works = [replace(work, device=device) if isinstance(work, Case) else work for _, work in wanted]
-    timings = [Timing(config.name, *_describe_work(work)) for (config, _), work in zip(wanted, works, strict=True)]
+    timings = [Timing(config.name, *_describe_work(work)) for config, work in zip(configs, works, strict=True)]
     with setting.outputs.open("validate") as files, setting.world() as world:
         for config, work in wanted:
             tell_notes(config, work)
@@ -90,14 +85,13 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: "Setting", *, rounds: 
 
 def _take_turns(works: Sequence[Work], timings: list[Timing], world: "World", rounds: int) -> None:
     """Let each take its turn, in every round; the first round counts memory alone, and links and allocators warm up."""
-    from pipeproof.commands.campaign import enough_ranks
     from pipeproof.own.timed_step import setup_case, take_turn
     from pipeproof.wings.primitives import setup_stack
 
     for number in range(rounds + 1):
         for k, work in enumerate(works):
             setup = partial(setup_case, case=work) if isinstance(work, Case) else partial(setup_stack, stack=work)
-            with Terminal().progress(f"round {number} of {rounds}: {timings[k].name}"), enough_ranks():
+            with Terminal().progress(f"round {number} of {rounds}: {timings[k].name}"):
                 turns = world.run(take_turn, setup, number == 0, ranks=work.ranks)
             timings[k] = timings[k].after(turns)
 

@@ -2,8 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -13,16 +12,14 @@ from typing import TYPE_CHECKING
 import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better now, while the fork server imports it
 
 from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import Opened, Outputs
-from pipeproof.commands.selection import COMPOSED
-from pipeproof.commands.simulation_options import simulation_of
+from pipeproof.commands.selection import COMPOSED, simulation_of
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
-from pipeproof.own.judgement import judge
-from pipeproof.own.observe import observe
-from pipeproof.own.validator import crash_verdict, explain_case, narrow, refusal
+from pipeproof.own.validator import crash_verdict, narrow, refusal, run_case
 from pipeproof.records.case_record import record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
@@ -32,7 +29,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.launcher import warn_of_crowd
-from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import Decision, World
 
 if TYPE_CHECKING:
@@ -41,10 +38,6 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-class Impossible(ValueError):
-    """A request that these ranks or this machine cannot meet."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +79,24 @@ class Setting:
         if (simulation := self.simulation) is not None:
             from pipeproof.wings.simulated import SimulatedWorld, Timing
 
-            world = SimulatedWorld(timeout_s=self.timeout_s, silent=silent, timing=Timing(measured=self.profile))
+            timing = Timing(measured=self.profile)
+            world = SimulatedWorld(timeout_s=self.timeout_s, silent=silent, timing=timing)
             world.decide(simulation)
             return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
     @property
     def chosen_device(self) -> str:
-        """The type of device. Raises ``Impossible`` for one that is not here."""
+        """The type of device. Raises ``UsageError`` for one that is not here."""
         if self.simulation is not None and self.device in (AUTO, CPU):
             return CPU
         if self.simulation is not None:
-            raise Impossible(f"--device {self.device} with --world simulated: simulated ranks compute on cpu alone")
+            raise UsageError(f"--device {self.device} with --world simulated: simulated ranks compute on cpu alone")
         if self.device == AUTO:
             return accelerator.detect()
         if why := accelerator.absence(self.device):
             cure = f"use --device cpu, or torch built for {self.device} on a machine that has one"
-            raise Impossible(f"--device {self.device}, but {why}: {cure}")
+            raise UsageError(f"--device {self.device}, but {why}: {cure}")
         return self.device
 
 
@@ -132,9 +126,9 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
     if setting.outputs.record is not None and len(wanted) != 1:
-        raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
+        raise UsageError(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
     if setting.outputs.record is not None and wanted[0].replicas > 1:
-        raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
+        raise UsageError(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
     runs = [_run_of(case, setting) for case in wanted]
     return run_all(runs, setting, columns=COLUMNS, left_out=left_out)
 
@@ -185,7 +179,12 @@ def run_all(
                 if not verdicts:
                     terminal.detail(header(columns, terminal.width))
                 verdicts.append(verdict)
-                _tell(terminal, run, verdict, setting)
+                passed, more = verdict.outcome == "pass", setting.explain or terminal.manner.verbose
+                terminal.tell(run.row(verdict, terminal.width), verdict.word, passed=passed)
+                if passed and (why := run.doubt()):
+                    terminal.say(why)
+                if more or not passed:
+                    terminal.tell(verdict.details if more else str(verdict), verdict.word, passed=passed)
                 then()
         said = summary(verdicts, left_out=len(left_out)) + not_run(len(runs) - len(verdicts))
         terminal.say(said)
@@ -201,16 +200,6 @@ def not_run(count: int) -> str:
     return f"; {count} did not run" if count else ""
 
 
-def _tell(terminal: Terminal, run: CaseRun, verdict: Verdict, setting: Setting) -> None:
-    """A line, and a screen where there is more to say or somebody asked."""
-    passed, more = verdict.outcome == "pass", setting.explain or terminal.manner.verbose
-    terminal.tell(run.row(verdict, terminal.width), verdict.word, passed=passed)
-    if passed and (why := run.doubt()):
-        terminal.say(why)
-    if more or not passed:
-        terminal.tell(verdict.details if more else str(verdict), verdict.word, passed=passed)
-
-
 def exit_status(verdicts: Sequence[Verdict]) -> int:
     """1 if anything is wrong; else 3 if anything is unknown, or if there is nothing; else 0."""
     found = {verdict.exit_status for verdict in verdicts}
@@ -224,22 +213,17 @@ def validate_case(
 
     Of a simulated world's interleavings it is of the first that is no pass, with as few preemptions as it takes, or of
     the last. ``measure``: measure rounding floors even where every bit agrees. ``composed``: without a reference, link
-    by link; None is what its ranks gave. Raises ``Impossible`` for too small a world.
+    by link; None is what its ranks gave.
     """
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
 
     def once() -> tuple[Verdict, Observed | None]:
-        if composed:
-            return composed_verdict(case, world), None
         try:
-            with enough_ranks():
-                observed = observe(case, world)
+            return (composed_verdict(case, world), None) if composed else run_case(case, world, measure=measure)
         except RankFailed as failure:
             return crash_verdict(case, failure), None
-        verdict = judge(case, observed, measure=measure)
-        return explain_case(case, world, observed, verdict) if verdict.outcome == "fail" else verdict, observed
 
     for _ in world.interleavings():
         verdict, observed = once()
@@ -259,21 +243,11 @@ def replacing(verdict: Verdict, decision: Decision | None, *, seconds: float) ->
 
 
 def composed_verdict(case: Case, world: World) -> Verdict:
-    """The verdict on ``case``, held against itself, link by link. Raises ``Impossible`` for too small a world."""
+    """The verdict on ``case``, held against itself, link by link."""
     from pipeproof.wings.composed import validate_composed
 
     try:
-        with enough_ranks():
-            verdict = validate_composed(case, world)
+        verdict = validate_composed(case, world)
     except RankFailed as failure:
         verdict = crash_verdict(case, failure)
     return replace(verdict, rerun=f"{verdict.replay} --check {COMPOSED}")
-
-
-@contextmanager
-def enough_ranks() -> Iterator[None]:
-    """Turn a launcher's shortage of ranks into a sentence for whoever asked for too many."""
-    try:
-        yield
-    except NeedsMoreRanks as error:
-        raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error

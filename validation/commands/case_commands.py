@@ -5,28 +5,31 @@ that runs, and meanwhile by the fork server where ranks will.
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeproof.commands.option_parser import add, add_flag, refuse_unused, whole
-from pipeproof.commands.outputs import Outputs, add_file, add_outputs
+from pipeproof.commands.outputs import add_file, add_outputs
 from pipeproof.commands.own_step import OwnStep, add_step, is_step, step_of, steps_named
 from pipeproof.commands.selection import (
     COMPOSED,
     DTYPE_NAMES,
     OF_TABLE,
     add_config,
+    add_search,
+    add_simulation,
     add_table,
     add_timeout,
     add_world,
     config_of,
+    decisions_of,
     device_of,
     dtype_names,
     schedule_names,
     table_of,
     tell_notes,
 )
-from pipeproof.commands.simulation_options import add_search, add_simulation, decisions_of, search_of
 from pipeproof.commands.work import work_of
 from pipeproof.own.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.own.runtimes import OWN, TORCH
@@ -37,6 +40,9 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.wings import is_present
 from pipeproof.worlds.accelerator import AUTO, CPU, parse_device
 from pipeproof.worlds.launcher import start_fork_server
+
+if TYPE_CHECKING:
+    from pipeproof.commands.campaign import Setting
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
@@ -62,6 +68,15 @@ def own_step(options: argparse.Namespace, name: str | None, *more: str) -> OwnSt
     if (step := step_of(options, name)) is not None:
         refuse_unused(options, sorted(options.given - _OF_STEP - {*more}), "on a step of yours")
     return step
+
+
+def setting_of(options: argparse.Namespace, *, device: str | None = None, explain: bool = False) -> "Setting":
+    """Where what is asked for runs; the fork server imports torch while this does."""
+    if not vars(options).get("list"):
+        start_fork_server()
+    from pipeproof.commands.campaign import Setting
+
+    return Setting.of(options, device=device, explain=explain)
 
 
 def _add_validate(commands: Commands) -> None:
@@ -147,7 +162,8 @@ def _add_gate(commands: Commands) -> None:
 
 def _add_replay(commands: Commands) -> None:
     parser = commands.add_parser("replay", help="run one case, or a step of yours, again; say all about it")
-    line = "what a failure printed: 1f1b r4 s4 m8 split=2,2,2,2 seed=17 (quotes may be left out), or a step of yours"
+    line = "what a failure printed: 1f1b r4 s4 m8 split=2,2,2,2 seed=17 (quotes may be left out), or a step of yours, "
+    line += "with what fuzz drew for it"
     add(parser, "case", None, line, nargs="+")
     add_step(parser, positional=False)
     add(parser, "--plugin", "FILE", "a Python file that registers the specimen of the line", rare=True)
@@ -191,7 +207,10 @@ def _all_specimens() -> Sequence[str]:
 
 def _validate(options: argparse.Namespace) -> int:
     if (step := own_step(options, options.step)) is not None:
-        return _validate_own(step, options)
+        setting = setting_of(options)
+        from pipeproof.commands.step_commands import validate_step
+
+        return validate_step(step, setting)
     if options.bench:
         from pipeproof.commands.bench_command import bench_configs
 
@@ -214,18 +233,10 @@ def _validate(options: argparse.Namespace) -> int:
             return validate_config(options, config, work)
         tell_notes(config, work)
         cases, left_out, device = [work], {}, device_of(options, [config])
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting, validate_all
+    setting = setting_of(options, device=device)
+    from pipeproof.commands.campaign import validate_all
 
-    return validate_all(cases, Setting.of(options, device=device), left_out=left_out)
-
-
-def _validate_own(step: OwnStep, options: argparse.Namespace, *, explain: bool = False) -> int:
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
-    from pipeproof.commands.step_commands import validate_step
-
-    return validate_step(step, Setting.of(options, explain=explain))
+    return validate_all(cases, setting, left_out=left_out)
 
 
 def _gate(options: argparse.Namespace) -> int:
@@ -235,8 +246,7 @@ def _gate(options: argparse.Namespace) -> int:
     of_cases = [*(f"--{name}" for name in OF_TABLE), "--max-ranks"]
     refuse_unused(options, of_cases, "on steps of yours, unless --schedule names some, too", where=not built_in)
     table, missing = table_of(options) if built_in else ([], {})
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
+    setting = setting_of(options)
     from pipeproof.commands.gate import Plan, gate
 
     budget = options.cases if built_in else 0
@@ -249,56 +259,56 @@ def _gate(options: argparse.Namespace) -> int:
     pinned = [Case.parse(text) for text in options.case]
     schedules = schedule_names(families) if families else []
     plan = Plan(table, pinned, schedules, budget, options.seed, options.max_ranks, missing, steps)
-    return gate(plan, Setting.of(options), options)
+    return gate(plan, setting, options)
 
 
 def _check_draw(options: argparse.Namespace, *, least: int) -> None:
     """Raise a ``ValueError`` for numbers of what is drawn that cannot be."""
     check_count("--cases", options.cases, least=least, most=MOST_ACTIONS)
     check_count("--seed", options.seed, least=0, most=MOST_SEED)
-    if "max_ranks" in options:
-        check_count("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
+    check_count("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
     _check_draw(options, least=1)
     if (step := own_step(options, options.step, "--cases", "--seed")) is not None:
-        start_fork_server()
-        from pipeproof.commands.campaign import Setting
+        setting = setting_of(options)
         from pipeproof.commands.step_commands import fuzz_own
 
-        return fuzz_own(step, Setting.of(options), options)
+        return fuzz_own(step, setting, cases=options.cases, seed=options.seed)
     other = options.runtime != OWN
     refuse_unused(options, ["--dtype"], "with --runtime torch, which is run in fp32", where=other)
     refuse_unused(options, ["--check"], f"with --runtime {options.runtime}", where=other)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
+    setting = setting_of(options)
     from pipeproof.commands.fuzzing import Wish, fuzz_all
 
     drawn = (options.cases, options.seed, schedules, dtypes, options.max_ranks, options.runtime)
-    return fuzz_all(Setting.of(options), Wish(*drawn, decisions_of(options)), resume=options.resume)
+    return fuzz_all(setting, Wish(*drawn, decisions_of(options)), resume=options.resume)
 
 
 def _replay(options: argparse.Namespace) -> int:
     if is_step(options.case):
-        (name,) = options.case
+        name, *drawn = options.case
         step = own_step(options, name)
         assert step is not None, "it is named"
-        return _validate_own(step, options, explain=True)
+        setting = setting_of(options, explain=True)
+        from pipeproof.commands.step_commands import fuzz_own, validate_step
+
+        return fuzz_own(step, setting, case=shlex.join(drawn)) if drawn else validate_step(step, setting)
     step_of(options, None)
     case = Case.parse(" ".join(options.case))
     refuse_unused(options, _NOT_COMPOSED, "with --check composed", where=options.check == COMPOSED)
     refuse_unused(options, ["--plugin"], "on a line without specimen=", where=not case.specimen)
     refuse_unused(options, ["--device", "--ranks", "--microbatches"], "on a line, which says it")
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting, validate_all
+    setting = setting_of(options, device=case.device, explain=True)
+    from pipeproof.commands.campaign import validate_all
 
     if options.plugin is not None:
         from pipeproof.wings.specimens import CATALOGUE
 
         CATALOGUE.load(options.plugin)
-    return validate_all([case], Setting.of(options, device=case.device, explain=True))
+    return validate_all([case], setting)
 
 
 def _mutate(options: argparse.Namespace) -> int:
@@ -309,32 +319,26 @@ def _mutate(options: argparse.Namespace) -> int:
     refuse_unused(options, ["--seed"], "without --shrink", where=not options.shrink)
     why = "with --shrink, which draws its own schedules and names nothing"
     refuse_unused(options, (*places, "--world"), why, where=options.shrink)
-    return _plant_own(step, options) if step is not None else _plant_specimens(options)
-
-
-def _plant_own(step: OwnStep, options: argparse.Namespace) -> int:
+    if step is None:
+        return _plant_specimens(options)
     only = [name.strip() for name in options.only.split(",") if name]
     if options.list:
         from pipeproof.wings.mutate import MUTANTS, choose
 
         Terminal().say("\n".join(f"{name:<24}{MUTANTS[name].summary}" for name in choose(only)))
         return 0
-    start_fork_server()
-    from pipeproof.commands.campaign import Setting
+    setting = setting_of(options)
     from pipeproof.commands.step_commands import mutate_own
 
-    simulation = search_of(options)
-    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
     return mutate_own(step, setting, only=only)
 
 
 def _plant_specimens(options: argparse.Namespace) -> int:
-    from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import shrink_all, try_all
     from pipeproof.wings.specimens import choose, listing, load
 
-    simulation, own = search_of(options), [] if options.plugin is None else load(options.plugin)
-    simulated = simulation is not None
+    setting, own = setting_of(options), [] if options.plugin is None else load(options.plugin)
+    simulated = setting.simulation is not None
     if options.list:
         usual = own or ([] if simulated else _all_specimens())
         listed = choose(options.only, otherwise=usual, device=AUTO, simulated=True)
@@ -342,7 +346,6 @@ def _plant_specimens(options: argparse.Namespace) -> int:
         return 0
     names = choose(options.only, otherwise=own, device=options.device, simulated=simulated, shrinks=options.shrink)
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting(options.device, options.timeout, Outputs.of(options), simulation=simulation)
     check_count("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         return shrink_all(names, setting, seed=options.seed)

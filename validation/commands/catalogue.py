@@ -15,7 +15,7 @@ from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.world import World
 
 if TYPE_CHECKING:
-    from pipeproof.wings.specimens import Entry, MixedCase, Shrunk, Trial
+    from pipeproof.wings.specimens import Shrunk, Trial
 
 _EVIDENCE: Mapping[str, str] = {
     "recorded": "with boundary tensors",
@@ -38,30 +38,21 @@ def try_all(
     as something else. ``final_only``: no case is run again to record its boundary tensors. On simulated ranks each is
     tried over ``transport``, or those that show it, under one seed after the other.
     """
-    from pipeproof.wings.specimens import (
-        COLUMNS,
-        IN_SIMULATION_COLUMNS,
-        confusion,
-        line,
-        pairs_of,
-        runs_of,
-        totals,
-        usual_on,
-    )
+    from pipeproof.wings import specimens
 
     simulated, device, terminal = setting.simulation is not None, setting.chosen_device, Terminal()
-    runs, left_out = runs_of(
+    runs, left_out = specimens.runs_of(
         names, schedules, device=device, simulated=simulated, transport=transport, record=not final_only
     )
     trials = list["Trial"]()
-    columns = IN_SIMULATION_COLUMNS if simulated else COLUMNS
+    columns = specimens.IN_SIMULATION_COLUMNS if simulated else specimens.COLUMNS
     with setting.outputs.open("mutate") as files, setting.world() as world:
         terminal.detail(header(columns, terminal.width))
         with files.asked:
             for trial in terminal.in_turn([(said, partial(run, world)) for said, run in runs]):
                 trials.append(trial)
-                terminal.tell(line(trial, terminal.width, columns=columns), passed=_sound(trial))
-            if not schedules and set(names) >= set(usual_on(device, simulated=simulated)):
+                terminal.tell(specimens.line(trial, terminal.width, columns=columns), passed=_sound(trial))
+            if not schedules and set(names) >= set(specimens.usual_on(device, simulated=simulated)):
                 terminal.say(_controls(world, setting))
         reasons = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
         for (name, schedule), why in left_out.items():
@@ -72,8 +63,8 @@ def try_all(
         for which, words in (_SIMULATED_EVIDENCE if simulated else _EVIDENCE).items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:")
-                terminal.detail(confusion(pairs_of(trials, which), terminal.width))
-                terminal.say(totals(trials, which) + not_run(len(runs) - len(trials)))
+                terminal.detail(specimens.confusion(specimens.pairs_of(trials, which), terminal.width))
+                terminal.say(specimens.totals(trials, which) + not_run(len(runs) - len(trials)))
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
@@ -101,32 +92,27 @@ def _sound(trial: "Trial") -> bool:
 
 def _controls(world: World, setting: Setting) -> str:
     """A sentence on the changes that are no faults, and the steps by hand that have none."""
-    from pipeproof.wings.specimens import CONTROLS, DEVICE_CONTROLS, RIGHT, SIMULATED_CONTROLS
+    from pipeproof.wings.specimens import CONTROLS, DEVICE_CONTROLS, RIGHT, SIMULATED_CONTROLS, validate_mixed
 
     device, known = setting.chosen_device, CONTROLS if setting.simulation is None else SIMULATED_CONTROLS
     if device != CPU:
         known = {**known, **DEVICE_CONTROLS}
-    cases = {name: Case.parse(f"{one.smallest} specimen={name} device={device}") for name, one in known.items()}
-    passes: dict[str, tuple[str, Callable[[], bool]]] = {
-        name: (str(case), partial(_passes, case, known[name], world)) for name, case in cases.items()
-    }
+    passes: dict[str, tuple[str, Callable[[], bool]]] = {}
+    for name, one in known.items():
+        case = Case.parse(f"{one.smallest} specimen={name} device={device}")
+        passes[name] = str(case), partial(_passes, case, one.needs.transports or (None,), world)
     if device == CPU and setting.simulation is None:
-        passes |= {name: (one.smallest, partial(_passes_by_hand, one, world)) for name, one in RIGHT.items()}
+        for name, by_hand in RIGHT.items():
+            passes[name] = by_hand.smallest, lambda one=by_hand: validate_mixed(one, world).outcome == "pass"  # type: ignore[misc]
     results = Terminal().in_turn([*passes.values()], start="no fault, ")
     alarms = [name for name, right in zip(passes, results, strict=True) if not right]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
     return f"{len(passes) - len(alarms)} of {len(passes)} changes that are no faults pass{said}"
 
 
-def _passes_by_hand(case: "MixedCase", world: World) -> bool:
-    from pipeproof.wings.specimens import validate_mixed
-
-    return validate_mixed(case, world).outcome == "pass"
-
-
-def _passes(case: Case, control: "Entry", world: World) -> bool:
+def _passes(case: Case, transports: Sequence[Transport | None], world: World) -> bool:
     """Whether it does: on simulated ranks over each of its transports, under each seed."""
-    for over in control.needs.transports or (None,):
+    for over in transports:
         if over is not None:
             world.set_transport(over)
         if validate_case(case, world, measure=False)[0].outcome != "pass":

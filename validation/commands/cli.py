@@ -19,9 +19,9 @@ from pipeproof.commands.ending import leave, run_command
 from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser, add, add_flag
 from pipeproof.commands.outputs import takes_standard_output
+from pipeproof.commands.own_step import set_defaults
 from pipeproof.commands.record_commands import add_record_commands
 from pipeproof.commands.schedule_commands import add_schedule_commands
-from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking
 from pipeproof.wings import is_present
 

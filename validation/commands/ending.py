@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.launcher import reports
+from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.standard_output import ReaderGone, discard, standard_output
 from pipeproof.worlds.timeout import END_S, LOOK_S
 
@@ -71,33 +72,31 @@ def leave(status: int) -> NoReturn:
 
 def run_command(command: Callable[[], int]) -> int:
     """Run ``command``; its exit status, or that of what ended it, which is said."""
-    status = _status(command)
-    if status not in (0, UNREAD) and not reports():
-        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
-        time.sleep(END_S)
-    return status
-
-
-def _status(command: Callable[[], int]) -> int:
     try:
         with standard_output(), _heeding_signals():
             try:
-                return command()
+                status = command()
             except LawBroken as error:  # an answer, not a complaint
                 sys.stdout.write(f"{error}\n")
-                return WRONG
+                status = WRONG
     except ReaderGone:
         return int(UNREAD)
     except ValueError as error:  # every error of ours about input or output is one
-        return _say(str(error), BAD_INPUT)
+        status = _say(str(error), BAD_INPUT)
+    except NeedsMoreRanks as error:
+        more = "start more ranks, or ask for fewer with --ranks or --max-ranks"
+        status = _say(f"{error}; {more}", BAD_INPUT)
     except AskedToEnd as request:
-        return _say(str(request), request.status)
+        status = _say(str(request), request.status)
     except KeyboardInterrupt:
-        return _say("interrupted", 128 + signal.SIGINT)
+        status = _say("interrupted", 128 + signal.SIGINT)
     except Exception as error:  # ours to mend, and never to be taken for a wrong answer
-        return _say(
-            f"{traceback.format_exc()}pipeproof: a fault in pipeproof itself: {error!r}; please report it", NO_VERDICT
-        )
+        ours = f"pipeproof: a fault in pipeproof itself: {error!r}; please report it"
+        status = _say(f"{traceback.format_exc()}{ours}", NO_VERDICT)
+    if status and not reports():
+        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
+        time.sleep(END_S)
+    return status
 
 
 def _say(message: str, status: int) -> int:
@@ -112,12 +111,27 @@ def _say(message: str, status: int) -> int:
 
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
-    """Let signals that would end the process at once end the block first, so that nothing is left behind."""
+    """Let signals that would end the process at once end the block first, so that nothing is left behind.
+
+    A request to end that fell where nothing can be raised (a collector's callback) is repeated.
+    """
     before = {number: signal.getsignal(number) for number in _REQUESTS}
     ours = {number: handler for number, handler in before.items() if handler in _UNASKED}
     if threading.current_thread() is not threading.main_thread():
         ours = {}  # Python would not hear of it
-    hook, sys.unraisablehook = sys.unraisablehook, _insisting(sys.unraisablehook)
+    hook = sys.unraisablehook
+
+    def insist(unraisable: "sys.UnraisableHookArgs") -> None:
+        request = unraisable.exc_value
+        if not isinstance(request, AskedToEnd):
+            hook(unraisable)
+            return
+        signal.signal(request.number, _ask)
+        again = threading.Timer(LOOK_S, os.kill, (os.getpid(), request.number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = insist
     for number in ours:
         signal.signal(number, _ask)
     try:
@@ -131,19 +145,3 @@ def _heeding_signals() -> Iterator[None]:
 def _ask(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # once is enough: what was started is ended within a bound
     raise AskedToEnd(number)
-
-
-def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[["sys.UnraisableHookArgs"], object]:
-    """``hook``, but a request to end that fell where nothing can be raised (a collector's callback) is repeated."""
-
-    def insist(unraisable: "sys.UnraisableHookArgs") -> None:
-        request = unraisable.exc_value
-        if not isinstance(request, AskedToEnd):
-            hook(unraisable)
-            return
-        signal.signal(request.number, _ask)
-        again = threading.Timer(LOOK_S, os.kill, (os.getpid(), request.number))
-        again.daemon = True
-        again.start()
-
-    return insist

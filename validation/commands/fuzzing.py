@@ -1,28 +1,33 @@
 """Fuzz campaigns: what the command ``fuzz`` does, and the file from which the next call of a long one goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
-from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, enough_ranks, replacing
+from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, replacing
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.selection import COMPOSED
 from pipeproof.core.verdict import Verdict
-from pipeproof.own.campaign_file import Progress
-from pipeproof.own.case import Case
+from pipeproof.own.case import Case, CaseError
 from pipeproof.own.findings import FINDINGS, Finding, is_known
 from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judge_case
 from pipeproof.own.runtimes import OWN
-from pipeproof.own.validator import narrow, validate
+from pipeproof.own.validator import crash_verdict, narrow, validate
+from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.page.page import CampaignRow, campaign
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
+
+PART = 500  # cases that are drawn together: what an interruption loses at most
+_WRITTEN = "pipeproof fuzz --resume"
 
 
 @dataclass(frozen=True)
@@ -43,36 +48,64 @@ class Wish:
     def describe(self, setting: Setting, on: str) -> dict[str, Any]:
         """What of it and of ``setting`` says which cases are drawn and what they run on, ``on`` some versions."""
         decided = "real ranks" if setting.simulation is None else str(self.decisions or setting.simulation)
-        return {
-            "seed": self.seed,
-            "schedules": [*self.schedules],
-            "dtypes": [*self.dtypes],
-            "max_ranks": self.max_ranks,
-            "runtime": self.runtime,
-            "device": setting.device,
-            "decided": decided,
-            "on": on,
-            **({"check": COMPOSED} if setting.composed else {}),
-        }
+        drawn = {**vars(self), "schedules": [*self.schedules], "dtypes": [*self.dtypes]}
+        del drawn["cases"], drawn["decisions"]
+        more = {"check": COMPOSED} if setting.composed else {}
+        return {**drawn, "device": setting.device, "decided": decided, "on": on, **more}
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on.
+class Progress:
+    """Parts of a campaign that have passed, and what they counted; kept in the file at ``path``, if there is one.
 
-    ``deciding``: what decides each case on simulated ranks, where that is drawn too. ``composed``: each step is held
-    against itself, link by link.
+    ``asked`` is what decides what is drawn. In ``kept``, ``undecided`` are lines that replay the cases which rounding
+    left open, and ``seconds`` is what it all took. Raises ``ValueError`` for a file of another campaign, or of none.
     """
 
-    strategy: st.SearchStrategy[Case]
-    findings: Sequence[Finding]
-    on: str
-    deciding: Deciding | None
-    composed: bool = False
+    def __init__(self, path: str | None, asked: Mapping[str, Any]) -> None:
+        self.path = path
+        self.kept: dict[str, Any] = {"file": _WRITTEN, "asked": asked, "parts": 0, "seconds": 0.0}
+        self.kept |= {"counts": {}, "undecided": []}
+        if path is None or not Path(path).exists():
+            return
+        self.kept = read_json(path, expected=f"a campaign's file, which {_WRITTEN} wrote, or a new name")
+        if self.kept.get("file") != _WRITTEN:
+            raise CaseError(f"--resume {path} is no campaign's file: it was not written by {_WRITTEN}; name a new file")
+        for name, value in asked.items():
+            if (there := self.kept["asked"].get(name)) != value:
+                words = [",".join(map(str, one)) if isinstance(one, list) else str(one) for one in (there, value)]
+                raise CaseError(
+                    f"--resume {path} is of a campaign with {name} {words[0]}, and this one has {words[1]}: give what "
+                    "it has, or name a new file"
+                )
 
-    def judge(self, case: Case, world: World) -> Verdict:
-        """The verdict on one case."""
-        return judge_case(case, world, validated=composed_verdict) if self.composed else judge_case(case, world)
+    def tally(self, budget: int) -> Tally:
+        """How the campaign stands so far."""
+        tally = Tally(budget, perf_counter() - self.kept["seconds"])
+        for name, counter in tally.counts.items():
+            counter.update(self.kept["counts"].get(name, {}))
+        return tally
+
+    def remaining_parts(self, budget: int) -> Iterator[tuple[int, int]]:
+        """The parts that are still to run, so that there are ``budget`` cases in the end: how many, from which seed."""
+        seed = self.kept["asked"]["seed"]
+        if self.path is None:
+            yield budget, seed
+            return
+        while (done := sum(self.kept["counts"].get("verdicts", {}).values())) < budget:
+            yield min(PART, budget - done), seed + (self.kept["parts"] << 32)
+
+    def keep(self, tally: Tally, undecided: Sequence[str]) -> None:
+        """Write that one more part has run, after which all stands as ``tally``; lines that replay what is open."""
+        if self.path is None:
+            return
+        self.kept |= {
+            "parts": self.kept["parts"] + 1,
+            "counts": {name: dict(counter) for name, counter in tally.counts.items()},
+            "undecided": [*self.kept["undecided"], *undecided],
+            "seconds": perf_counter() - tally.began,
+        }
+        with OutputFile(self.path) as file:
+            file.write_json(self.kept)
 
 
 def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
@@ -81,31 +114,21 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn. ``resume``:
     the file that says how far it has come.
     """
-    runtime, on = wish.runtime, f"torch {torch.__version__}"
-    progress = Progress.of(resume, wish.describe(setting, on))
-    of_ours = cases(
-        schedules=wish.schedules,
-        dtypes=wish.dtypes,
-        max_ranks=wish.max_ranks,
-        device=setting.chosen_device,
-        runtime=runtime,
-    )
-    findings = FINDINGS if runtime != OWN else ()
-    drawn, tally = Drawn(of_ours, findings, on, wish.decisions, setting.composed), Tally(wish.cases)
-    terminal = Terminal()
+    on, terminal = f"torch {torch.__version__}", Terminal()
+    progress = Progress(resume, wish.describe(setting, on))
+    judge = partial(judge_case, validated=composed_verdict) if setting.composed else judge_case
     with setting.outputs.open("fuzz") as files, setting.world() as world:
-        there: list[Finding] = []
-        found: SmallestFailure | None = None
-        progress.resume(tally)
-        with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
-            there += _findings(drawn, world, terminal)
-            found = _run(drawn, there, world, tally, progress, show)
-            found = found if drawn.composed else _explain_smallest(found, world)
+        tally, there, found = progress.tally(wish.cases), list[Finding](), None
+        with files.asked, terminal.progress("starting ranks") as show:
+            if wish.runtime != OWN:
+                there += _findings(world, terminal, on)
+            found = _run(wish, there, world, judge, tally, progress, show)
+            found = found if setting.composed else _explain_smallest(found, world)
         found = found or tally.smallest
         shown = found or next(iter(tally.undecided), None)
-        terminal.say(f"seed {wish.seed}, {tally}\n{tally.by_schedule}{tally.by_replicas}")
-        for line in filter(None, (tally.by_decision, world.searched)):
-            terminal.say(line)
+        terminal.say(f"seed {wish.seed}, {tally}\n{tally.details}")
+        if world.searched:
+            terminal.say(world.searched)
         verdicts = [world.complete(_verdict_of(shown))] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
@@ -113,63 +136,58 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
                 terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
         elif shown:
             terminal.say(f"rounding is too coarse to decide {some(len(tally.undecided), 'case')}, such as:")
-        elif left := progress.undecided:
+        elif left := progress.kept["undecided"]:
             terminal.say(f"rounding was too coarse to decide {some(len(left), 'case')}, such as:\n{left[0]}")
         for verdict in verdicts:
             terminal.verdict(verdict)
-        status = verdicts[0].exit_status if verdicts else NO_VERDICT if progress.undecided else 0
+        status = verdicts[0].exit_status if verdicts else NO_VERDICT if progress.kept["undecided"] else 0
+        counts = {name: dict(tally.counts[name]) for name in ("tiers", "schedules", "dtypes")}
+        data = {"cases": tally.cases, "outcomes": dict(tally.counts["verdicts"]), **counts}
         page, names = partial(_page, tally, found, wish.seed), [finding.name for finding in there]
-        counts = {name: dict(getattr(tally, name)) for name in ("tiers", "schedules", "dtypes")}
-        data = {"cases": tally.cases, "outcomes": dict(tally.verdicts), **counts}
         return files.finish(status, verdicts, page=page, seed=wish.seed, findings=names, tally=data)
 
 
+def _findings(world: World, terminal: Terminal, on: str) -> Iterator[Finding]:
+    """Run the smallest case of every finding; those that are there on these versions."""
+    terminal.say(f"findings on {on}; what is there is left out of what is drawn:")
+    for finding in FINDINGS:
+        with terminal.progress(finding.name):
+            verdict = finding.verdict(world)
+        terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
+        if verdict != "pass":
+            yield finding
+
+
 def _run(
-    drawn: Drawn,
+    wish: Wish,
     there: Sequence[Finding],
     world: World,
+    judge: Callable[[Case, World], Verdict],
     tally: Tally,
     progress: Progress,
     show: Callable[[str], None],
 ) -> SmallestFailure | None:
     """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
-    strategy = drawn.strategy.filter(lambda case: not is_known(case, there))
-    for count, seed in progress.remaining_parts(tally.budget):
-        own = Tally(count)
-        try:
-            found = fuzz(
-                world,
-                own,
-                seed_=seed,
-                strategy=strategy,
-                progress=lambda own=own: show(f"{tally.cases + own.cases} of {tally.budget}: {own}"),  # type: ignore[misc]
-                run=drawn.judge,
-                deciding=drawn.deciding,
-            )
-        finally:
-            tally.add(own)
+    drawn = cases(
+        schedules=wish.schedules,
+        dtypes=wish.dtypes,
+        max_ranks=wish.max_ranks,
+        device=world.device,
+        runtime=wish.runtime,
+    ).filter(lambda case: not is_known(case, there))
+    run = partial(fuzz, world, tally, strategy=drawn, run=judge, deciding=wish.decisions)
+    for part, seed in progress.remaining_parts(tally.budget):
+        tally.part, known = part, len(tally.undecided)
+        found = run(seed_=seed, progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"))
         if found is not None:
             return found
-        progress.keep(tally, [_verdict_of(one).replay for one in own.undecided])
+        progress.keep(tally, [_verdict_of(one).replay for one in tally.undecided[known:]])
     return None
-
-
-def _verdict_of(shown: SmallestFailure) -> Verdict:
-    """The verdict on what is shown, with the line that replays it."""
-    return replacing(shown.ending, shown.decision, seconds=shown.ending.seconds)
-
-
-def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
-    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
-    entries = [CampaignRow(one, one.outcome) for one in tally.each if found is None or one.outcome == "pass"]
-    if found is not None:
-        entries.insert(0, CampaignRow(found.ending, found.ending.outcome, "as small as shrinking made it"))
-    return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)
 
 
 def _explain_smallest(found: SmallestFailure | None, world: World) -> SmallestFailure | None:
     """What was found, with its cause: only the smallest case is worth the second run that this takes."""
-    if found is None or found.verdict is None or not found.repeated:
+    if found is None or found.verdict.failure or not found.repeated:
         return found
     if found.decision is not None:
         world.decide(found.decision)
@@ -178,18 +196,17 @@ def _explain_smallest(found: SmallestFailure | None, world: World) -> SmallestFa
     try:
         return replace(found, verdict=validate(found.case, world))
     except RankFailed as failure:
-        return replace(found, verdict=None, failure=failure)
+        return replace(found, verdict=crash_verdict(found.case, failure))
 
 
-def _findings(drawn: Drawn, world: World, terminal: Terminal) -> list[Finding]:
-    """Run the smallest case of every finding; those that are there on these versions."""
-    there: list[Finding] = []
-    if drawn.findings:
-        terminal.say(f"findings on {drawn.on}; what is there is left out of what is drawn:")
-    for finding in drawn.findings:
-        with terminal.progress(finding.name), enough_ranks():
-            verdict = finding.verdict(world)
-        terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
-        if verdict != "pass":
-            there.append(finding)
-    return there
+def _verdict_of(shown: SmallestFailure) -> Verdict:
+    """The verdict on what is shown, with the line that replays it."""
+    return replacing(shown.verdict, shown.decision, seconds=shown.verdict.seconds)
+
+
+def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
+    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
+    entries = [CampaignRow(one, one.outcome) for one in tally.each if found is None or one.outcome == "pass"]
+    if found is not None:
+        entries.insert(0, CampaignRow(found.verdict, found.verdict.outcome, "as small as shrinking made it"))
+    return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)

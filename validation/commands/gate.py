@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipeproof.commands.campaign import Setting, enough_ranks, validate_case
+from pipeproof.commands.campaign import Setting, validate_case
 from pipeproof.commands.outputs import document
 from pipeproof.commands.own_step import OwnStep
 from pipeproof.commands.step_commands import COLUMNS as STEP_COLUMNS
@@ -93,9 +92,7 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
             for step, given in zip(plan.steps, loaded, strict=True):
                 run.step(step, given, setting)
             if plan.of_cases:
-                run.table(plan)
-                run.fuzz(plan)
-                run.run_planted()
+                run.cases(plan)
         result = GateResult(run.results, plan.case_count - run.unplanted, plan.seed, dict(plan.missing))
         for one in result.not_passed[:SHOWN]:
             terminal.say(one.story, one.verdict.outcome)
@@ -105,7 +102,7 @@ def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
         xml.write(junit(result))
         summary.write(markdown(result, page=options.html or "").encode())
         if folder is not None:
-            _keep(folder, result, run.observed)
+            run.keep(folder, result)
         groups = [{"group": one.group, "gate_outcome": one.outcome} for one in result.cases]
         more = {"seed": result.seed, "case_count": result.case_count, "left_out": dict(result.missing)}
         verdicts = [one.verdict for one in result.cases]
@@ -140,13 +137,12 @@ class _GateRun:
         if verdict.outcome != "pass":  # it would be no pass with a fault, either
             self.unplanted += 1
             return
-        with TemporaryDirectory() as folder:
-            wrong = judge(PlantedStep(given["step"], PLANTED_IN_STEPS, step.processes - 1, folder), planted)
+        wrong = judge(PlantedStep(given["step"], PLANTED_IN_STEPS, step.processes - 1), planted)
         self.results.append(CaseResult("planted", planted, wrong, step.name, fault=PLANTED_IN_STEPS))
         self._terminal.say(self.results[-1].headline)
 
-    def table(self, plan: Plan) -> None:
-        """Every schedule that was asked for, and the pinned lines: a line each."""
+    def cases(self, plan: Plan) -> None:
+        """Every schedule that was asked for and the pinned lines, a line each; drawn ones; and one with a fault."""
         terminal = self._terminal
         for name, reason in plan.missing.items():
             terminal.say(f"{name} cannot run: {reason}")
@@ -158,40 +154,35 @@ class _GateRun:
                 terminal.detail(header(COLUMNS, terminal.width))
             terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
             self.results.append(_of_case(group, case, verdict))
+        if plan.budget:
+            self._fuzz(plan)
+        # A gate that cannot fail proves nothing.
+        case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
+        self.results.append(_of_case("planted", case, self._judge(case, self._world)))
+        terminal.say(self.results[-1].headline)
 
-    def fuzz(self, plan: Plan) -> None:
+    def _fuzz(self, plan: Plan) -> None:
         """Drawn cases, up to the first that is no pass, which is shrunk."""
-        if not plan.budget:
-            return
-        drawn: list[CaseResult] = []
+        drawn, tally = list[CaseResult](), Tally(plan.budget)
 
         def run(case: Case, world: World) -> Verdict:
             verdict = self._judge(case, world)
             drawn.append(_of_case("fuzz", case, verdict))
             return verdict
 
-        with self._terminal.progress("fuzzing") as show, enough_ranks():
-            strategy = cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device)
-            tally = Tally(plan.budget)
+        with self._terminal.progress("fuzzing") as show:
             found = fuzz(
                 self._world,
                 tally,
                 seed_=plan.seed,
-                strategy=strategy,
+                strategy=cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device),
                 progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
                 run=run,
             )
         self._terminal.say(f"seed {plan.seed}, {tally}")
         self.results += takewhile(lambda one: one.outcome == "pass", drawn)
         if found is not None:  # in the place of all that shrinking tried
-            assert found.verdict is not None, "run returns a verdict also where ranks failed"
             self.results.append(_of_case("fuzz", found.case, found.verdict))
-
-    def run_planted(self) -> None:
-        """A case with a fault in it: a gate that cannot fail proves nothing."""
-        case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
-        self.results.append(_of_case("planted", case, self._judge(case, self._world)))
-        self._terminal.say(self.results[-1].headline)
 
     def _judge(self, case: Case, world: World, *, measure: bool = False) -> Verdict:
         verdict, observed = validate_case(case, world, measure=measure)
@@ -199,24 +190,23 @@ class _GateRun:
             self.observed[str(case)] = case, observed
         return verdict
 
+    def keep(self, folder: Path, result: GateResult) -> None:
+        """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
+        for number, one in enumerate(result.not_passed[:SHOWN], start=1):
+            name = str(folder / f"{number}-{one.kind}")
+            with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
+                text.write(f"{one.verdict.details}\n".encode())
+                data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
+            if one.title in self.observed:
+                case, found = self.observed[one.title]
+                with OutputFile(f"{name}.expected") as expected_file, OutputFile(f"{name}.observed") as observed_file:
+                    write(record_expected(replace(case, specimen="")), expected_file)
+                    write(record_observed(case, found), observed_file)
+
 
 def _of_case(group: Group, case: Case, verdict: Verdict) -> CaseResult:
     size = (case.stages, case.microbatches)
     return CaseResult(group, str(case), verdict, case.built.name, size, case.specimen)
-
-
-def _keep(folder: Path, result: GateResult, observed: Mapping[str, tuple[Case, Observed]]) -> None:
-    """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
-    for number, one in enumerate(result.not_passed[:SHOWN], start=1):
-        name = str(folder / f"{number}-{one.kind}")
-        with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
-            text.write(f"{one.verdict.details}\n".encode())
-            data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
-        if one.title in observed:
-            case, found = observed[one.title]
-            with OutputFile(f"{name}.expected") as expected_file, OutputFile(f"{name}.observed") as observed_file:
-                write(record_expected(replace(case, specimen="")), expected_file)
-                write(record_observed(case, found), observed_file)
 
 
 def _page(result: GateResult) -> str:

@@ -35,7 +35,7 @@ def _init(options: argparse.Namespace) -> int:
     if options.list:
         width = max(map(len, KINDS))
         for kind in KINDS:
-            terminal.say(f"{kind:<{width}}  {summary(kind)}")
+            terminal.say(f"{kind:<{width}}  {describe(kind)[0]}")
         return 0
     kind, file = options.kind, options.file or (_WORKFLOW if options.kind == GITHUB else _NAME)
     if options.file is None and (kind == "-" or kind.endswith(".py")):
@@ -46,8 +46,9 @@ def _init(options: argparse.Namespace) -> int:
         terminal.say(text(kind).rstrip("\n"))
         return 0
     write_new(file, text(kind), is_test=kind != GITHUB)
-    terminal.say(f"{file}: {summary(kind)}")
-    if need := requirements(kind):
+    about, need = describe(kind)
+    terminal.say(f"{file}: {about}")
+    if need:
         terminal.detail(need)
     if kind == GITHUB:
         terminal.detail("Name your steps in pyproject.toml, [tool.pipeproof.steps]; try it:  pipeproof gate")
@@ -63,22 +64,14 @@ def text(kind: str) -> str:
     return files("pipeproof.commands").joinpath("starters", name).read_text(encoding="utf-8")
 
 
-def summary(kind: str) -> str:
-    """What the file of this kind is for: how it begins."""
-    return _list_kind(kind)[0]
-
-
-def requirements(kind: str) -> str:
-    """What has to be installed for it; empty where nothing has to be."""
-    return next((part for part in _list_kind(kind) if part.startswith("It needs ")), "")
-
-
-def _list_kind(kind: str) -> list[str]:
+def describe(kind: str) -> tuple[str, str]:
+    """What the file of this kind is for, as it begins; and what has to be installed for it, empty where nothing has."""
     if kind == GITHUB:
-        return ["A workflow for GitHub Actions: your tests, then your steps, on every push; random cases at night."]
+        return "A workflow for GitHub Actions: your tests, then your steps, on every push; random cases at night.", ""
     said = ast.get_docstring(ast.parse(text(kind)))
     assert said, f"{kind} says what it is for"
-    return [" ".join(part.split()) for part in said.split("\n\n")]
+    parts = [" ".join(part.split()) for part in said.split("\n\n")]
+    return parts[0], next((part for part in parts if part.startswith("It needs ")), "")
 
 
 def write_new(file: str, content: str, *, is_test: bool = True) -> None:

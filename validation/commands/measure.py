@@ -1,17 +1,18 @@
 """Running a case to time it: a few steps on ranks, and nothing that observes but the runtime's own clock."""
 
-from dataclasses import dataclass, replace
+import argparse
+from dataclasses import replace
 
-from pipeproof.commands.campaign import enough_ranks
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Outputs
 from pipeproof.own.case import Case, CaseError
 from pipeproof.own.measured import Measured, measure
 from pipeproof.pipeline.timeline import Times
-from pipeproof.pipeline.transports import Transport
+from pipeproof.pipeline.transports import transport_of
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.table import table_of_times
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.launcher import describe_sharing
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
@@ -32,49 +33,36 @@ def describe(found: Measured, width: int | None = None, *, shared_by: int = 0) -
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Virtual:
-    """Simulated ranks, each with a clock of its own: what a message takes on its way, in seconds, and actions.
-
-    ``times``: what each action takes, in seconds; None: as long as the processor needs for it.
-    """
-
-    transport: Transport
-    latency_s: float = 0.0
-    times: Times | None = None
-
-    def world(self) -> World:
-        """The ranks."""
-        from pipeproof.wings.simulated import SimulatedWorld, Timing
-
-        return SimulatedWorld(transport=self.transport.value, timing=Timing(self.latency_s, self.times is None))
-
-    def __str__(self) -> str:
-        actions = "what the processor needs" if self.times is None else "what --times says"
-        return f"simulated ranks, each with a clock of its own: actions take {actions}, messages {self.latency_s:g} s"
-
-
-def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int, virtual: Virtual | None = None) -> int:
+def show_measured(case: Case, paths: Paths, options: argparse.Namespace) -> int:
     """Time ``case``, say how it went beside the simulation, and draw both; returns the exit status.
 
-    ``virtual``: the ranks are simulated, and so is their time.
+    ``options`` are of ``show --run``. Simulated ranks have a clock each: ``times`` is what each action takes, and
+    ``latency`` what a message takes on its way, in seconds.
     """
-    if steps < 1:
-        raise CaseError(f"--steps is {steps}: expected at least 1")
+    if options.steps < 1:
+        raise CaseError(f"--steps is {options.steps}: expected at least 1")
     case, terminal = replace(case, ragged=False, unequal=False), Terminal()
+    if simulated := options.world != REAL:
+        from pipeproof.wings.simulated import SimulatedWorld, Timing
+
+        times = None if options.times is None else Times(*options.times)
+        timing = Timing(options.latency, times is None)
+        world: World = SimulatedWorld(transport=transport_of(options.transport).value, timing=timing)
+        takes = "what the processor needs" if times is None else "what --times says"
+        clocks = f"simulated ranks, each with a clock of its own: actions take {takes}, messages {options.latency:g} s"
+    else:
+        world, times = World(), None
     # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
     drawn = Drawings(paths, actions=2 * sum(map(len, case.built.ranks)))
-    with outputs.open("show") as files, drawn as drawings, virtual.world() if virtual else World() as world:
+    with Outputs.of(options).open("show") as files, drawn as drawings, world:
         try:
-            with terminal.progress(f"{steps} steps of {case}"), enough_ranks():
-                measured = measure(case, world, steps=steps, times=None if virtual is None else virtual.times)
+            with terminal.progress(f"{options.steps} steps of {case}"):
+                measured = measure(case, world, steps=options.steps, times=times)
         except RankFailed as failure:
             terminal.say(str(failure))
             return files.finish(NO_VERDICT)
-        name = case.built.name
-        drawings.write({f"{name}, simulated with the measured times": measured.predicted,
-                        f"{name}, measured": measured.typical})  # fmt: skip
-        terminal.say(str(case) if virtual is None else f"{case}, {virtual}")
-        terminal.say(describe(measured, terminal.width, shared_by=0 if virtual is not None else case.ranks))
-        spans = {"makespan": measured.typical.makespan, "simulated": measured.predicted.makespan}
-        return files.finish(0, measured=spans)
+        name, typical, predicted = case.built.name, measured.typical, measured.predicted
+        drawings.write({f"{name}, simulated with the measured times": predicted, f"{name}, measured": typical})
+        terminal.say(f"{case}, {clocks}" if simulated else str(case))
+        terminal.say(describe(measured, terminal.width, shared_by=0 if simulated else case.ranks))
+        return files.finish(0, measured={"makespan": typical.makespan, "simulated": predicted.makespan})

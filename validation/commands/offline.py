@@ -5,13 +5,13 @@ from functools import partial
 
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.outputs import Outputs
-from pipeproof.core.verdict import JUDGED, Verdict
+from pipeproof.core.verdict import JUDGED
 from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import RUNS, compare
-from pipeproof.records.difference import Difference, difference, other_steps
+from pipeproof.records.difference import difference, other_steps
 from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
 from pipeproof.reports.columns import Column, table
@@ -69,33 +69,28 @@ def compare_folders(good: str, observed: str, *, also: str | None, until: int | 
 
 
 def _compare_runs(first: Record, second: Record, names: tuple[str, str], outputs: Outputs) -> int:
-    """Say what is different in two records, the configs first, and why; returns the exit status."""
-    differences = [*config_differences(first, second)]
-    with outputs.open("compare") as files:
-        verdict, why = _explain_difference(first, second, names)
-        rows = [tuple(str(part) or "-" for part in row) for row in differences]
-        Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
-        Terminal().verdict(verdict)
-        status = WRONG if why.reason == "fault" else verdict.exit_status
-        reasons = "\n".join(f"  {name:<9} {text}" for name, text in why.rows)
-        Terminal().tell(reasons, passed=status == 0)
-        found = {name: values for name, *values in differences}
-        shown = partial(page, verdict, configs=differences, why=why.rows)
-        return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
-
-
-def _explain_difference(first: Record, second: Record, files: tuple[str, str]) -> tuple[Verdict, Difference]:
-    """The numbers, and why they differ.
+    """Say what is different in two records, the configs first, and why; returns the exit status.
 
     Raises ``OtherSteps`` where numbers cannot be compared, and the configs do not explain it.
     """
-    rerun = f"pipeproof compare {files[0]} {files[1]}{' --why' * (first.kind == 'expected')}"
-    with Terminal().progress("what each config asks for, on one device"):
-        try:
-            verdict = compare(first, second, rerun=rerun, sides=JUDGED if first.kind == "expected" else RUNS)
-            return verdict, difference(first, second, verdict, files)
-        except OtherSteps as error:
-            why = difference(first, second, error, files)
-            if why.reason not in ("asked", "fault"):
-                raise
-            return replace(other_steps(error), config=f"{first.name} and {second.name}", rerun=rerun), why
+    differences, terminal = [*config_differences(first, second)], Terminal()
+    judged = first.kind == "expected"
+    rerun = f"pipeproof compare {names[0]} {names[1]}{' --why' * judged}"
+    with outputs.open("compare") as files:
+        with terminal.progress("what each config asks for, on one device"):
+            try:
+                verdict = compare(first, second, rerun=rerun, sides=JUDGED if judged else RUNS)
+                why = difference(first, second, verdict, names)
+            except OtherSteps as error:
+                why = difference(first, second, error, names)
+                if why.reason not in ("asked", "fault"):
+                    raise
+                verdict = replace(other_steps(error), config=f"{first.name} and {second.name}", rerun=rerun)
+        rows = [tuple(str(part) or "-" for part in row) for row in differences]
+        terminal.say(table(_CONFIGS, rows, terminal.width) if rows else "the configs are the same")
+        terminal.verdict(verdict)
+        status = WRONG if why.reason == "fault" else verdict.exit_status
+        terminal.tell("\n".join(f"  {name:<9} {text}" for name, text in why.rows), passed=status == 0)
+        found = {name: values for name, *values in differences}
+        shown = partial(page, verdict, configs=differences, why=why.rows)
+        return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())

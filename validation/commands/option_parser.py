@@ -23,7 +23,7 @@ Known = Iterable[str] | Callable[[], Iterable[str]]  # names, or what finds them
 
 
 class UsageError(ValueError):
-    """A command line that is none of ours."""
+    """A command line that is none of ours, or that asks for what cannot be here."""
 
 
 class _Help(argparse.HelpFormatter):

@@ -1,7 +1,7 @@
 """``validate --primitive`` and ``--stack``, and ``advise --primitive``: kinds of parallelism."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,24 +65,12 @@ def describe_primitives(text: str, outputs: Outputs) -> int:
 
 
 def validate_stacks(options: argparse.Namespace) -> int:
-    """``validate`` with ``--primitive`` or ``--stack``."""
+    """``validate`` with ``--primitive`` or ``--stack``, with a pipeline on every schedule that is asked for."""
     if options.stack is not None and ("--primitive" in options.given or options.primitive):
         raise UsageError("--primitive with --stack: expected one of the two; leave one out")
     what = "--stack" if options.stack is not None else "--primitive"
     useless = [*(f"--{name}" for name in OF_TABLE if name not in _SAID), "--config", "--profile", "--record"]
     refuse_unused(options, useless, f"with {what}, which runs a small decoder")
-    return _validate(list(stacks_of(options)), options, options.device)
-
-
-def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -> int:
-    """``validate`` with a config of which ``stack`` is run. Its notes are said."""
-    refuse_unused(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
-    tell_notes(config, stack)
-    return _validate([stack], options, device_of(options, [config]))
-
-
-def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
-    """Those that are asked for, with a pipeline on every schedule. Raises ``StackError`` or ``ScheduleError``."""
     microbatches = _MICROBATCHES if options.microbatches is None else options.microbatches
     check_count("microbatches", microbatches, most=MOST_MICROBATCHES)
     check_count("--seed", options.seed, least=0, most=MOST_SEED)
@@ -92,14 +80,24 @@ def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
     else:
         every = options.primitive.strip().lower() == "all"
         lines = list(map(smallest_stack, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
-    found = [Stack.parse(line, microbatches=microbatches, seed=options.seed) for line in lines]
-    piped = any(stack.has_pipeline for stack in found)
+    parse = partial(Stack.parse, microbatches=microbatches, seed=options.seed)
+    piped = {line for line in lines if parse(line).has_pipeline}
     why = f"with {', '.join(lines)}, which has no pp"
     refuse_unused(options, ["--schedule", "--virtual"], why, where=not piped)
-    for line, stack in zip(lines, found, strict=True):
-        for name in schedules if stack.has_pipeline else [_SCHEDULE]:
-            virtual = options.virtual if stack.has_pipeline else None
-            yield Stack.parse(line, schedule=name, virtual=virtual, microbatches=microbatches, seed=options.seed)
+    stacks = list[Stack]()
+    for line in lines:
+        if line in piped:
+            stacks += [parse(line, schedule=name, virtual=options.virtual) for name in schedules]
+        else:
+            stacks.append(parse(line, schedule=_SCHEDULE))
+    return _validate(stacks, options, options.device)
+
+
+def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -> int:
+    """``validate`` with a config of which ``stack`` is run. Its notes are said."""
+    refuse_unused(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
+    tell_notes(config, stack)
+    return _validate([stack], options, device_of(options, [config]))
 
 
 def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str) -> int:
@@ -112,10 +110,15 @@ def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str)
     def judge(stack: Stack, world: "World", _: object) -> "tuple[Verdict, Then]":
         return validate_stack(stack, WhiteBox(world)), lambda: None
 
+    def line(stack: Stack, verdict: "Verdict", width: int | None) -> str:
+        cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
+        counts = count_compared(verdict, "loss", "gradient", "replicas", "shards")
+        return row(columns, [*cells, *counts, *outcome(verdict)], width)
+
     longest = max(len(str(stack)) for stack in stacks)
     columns = (Column("stack", longest + 1), *_FIGURES)  # which is never cut: it tells one from another
-    runs = [CaseRun(str(one), one.ranks, partial(judge, one), partial(_row, one, columns)) for one in stacks]
-    return run_all(runs, Setting(device, options.timeout, Outputs.of(options)), columns=columns)
+    runs = [CaseRun(str(one), one.ranks, partial(judge, one), partial(line, one)) for one in stacks]
+    return run_all(runs, Setting.of(options, device=device), columns=columns)
 
 
 _FIGURES = (
@@ -128,9 +131,3 @@ _FIGURES = (
     Column("shards", 6, right=True, drop=10),
     *OUTCOME,
 )
-
-
-def _row(stack: Stack, columns: Sequence[Column], verdict: "Verdict", width: int | None) -> str:
-    cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
-    counts = count_compared(verdict, "loss", "gradient", "replicas", "shards")
-    return row(columns, [*cells, *counts, *outcome(verdict)], width)

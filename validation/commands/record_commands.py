@@ -49,7 +49,7 @@ def add_record_commands(commands: Commands) -> None:
 def _record(options: argparse.Namespace) -> int:
     if (options.config is None) == (not options.case):
         raise UsageError(f"{options.prog}: expected either a case, or a step, or --config FILE; give one of the two")
-    if is_step(options.case):
+    if len(options.case) == 1 and is_step(options.case):
         step = own_step(options, options.case[0], "--record")
         from pipeproof.commands.step_commands import record_own
 

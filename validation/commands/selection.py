@@ -1,9 +1,10 @@
-"""Which schedules a command line asks for: families by name, files, or all families that can be."""
+"""Options that commands share: which schedules are asked for, and where their ranks are."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from pipeproof.commands.option_parser import add, refuse_unused, whole
+from pipeproof.commands.option_parser import UsageError, add, refuse_unused, share, whole
 from pipeproof.commands.own_step import count_or_place
 from pipeproof.commands.work import Work, notes_of
 from pipeproof.own.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
@@ -14,9 +15,16 @@ from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import LOOPED, canonical_name, list_known
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, check_count
+from pipeproof.pipeline.transports import RULES, keeps_none, transport_of
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.accelerator import AUTO, COMMON, parse_device
+from pipeproof.worlds.kinds import KINDS, MOST_RUNS, REAL, parse_interleaving
 from pipeproof.worlds.timeout import parse_seconds
+
+if TYPE_CHECKING:
+    from pipeproof.wings.simulated import Decisions, Simulation
+
 
 COMPOSED = "composed"  # of --check: steps are held against themselves
 
@@ -60,15 +68,8 @@ def add_table(parser: argparse.ArgumentParser, *, of_steps: bool = False) -> Non
     add(parser, "--schedule", "NAME,...", names, known=every, default="all")
     add_shape(parser, of_steps=of_steps)
     add_layers(parser)
-    add(
-        parser,
-        "--model",
-        "NAME,...",
-        f"some of {', '.join(MODELS)}",
-        known=MODELS,
-        default="gpt,gpt-tied",
-        rare=not of_steps,
-    )
+    models = f"some of {', '.join(MODELS)}"
+    add(parser, "--model", "NAME,...", models, known=MODELS, default="gpt,gpt-tied", rare=not of_steps)
     add(parser, "--dtype", "NAME,...", DTYPE_NAMES, known=DTYPES, default="fp32", rare=True)
     add(parser, "--loss", None, "mean over microbatches, or sum over tokens", choices=LOSSES, default="mean", rare=True)
     add(parser, "--seed", "N", "the seed of weights and data", whole, default=0, rare=True)
@@ -118,14 +119,14 @@ def add_world(parser: argparse.ArgumentParser) -> None:
 def table_of(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
     """The cases that options of ``add_table`` ask for, and why others cannot be."""
     shape = Shape(options.ranks, options.microbatches, options.virtual)
-    found = select_names(options.schedule, shape, fits=lambda stages: _split(options, stages))
+    chosen, left_out = select_names(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
         case_of(options, name, schedule, model, dtype)
         for dtype in dtype_names(options.dtype)
         for model in options.model.split(",")
-        for name, schedule in found.chosen.items()
+        for name, schedule in chosen.items()
     ]
-    return cases, found.left_out
+    return cases, left_out
 
 
 def case_of(options: argparse.Namespace, name: str, found: Schedule | Program, model: str, dtype: str) -> Case:
@@ -149,3 +150,89 @@ def case_of(options: argparse.Namespace, name: str, found: Schedule | Program, m
 
 def _split(options: argparse.Namespace, stages: int) -> tuple[int, ...]:
     return parse_split(options.split, layers=options.layers, stages=stages)
+
+
+_SIMULATED_OPTIONS = ("--transport", "--room", "--interleaving", "--interleavings", "--exhaust")
+ANY = "any"  # transport
+SEARCHED = 20  # seeds: each adversary three times
+_TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
+_NOT_REAL = "without --world simulated"
+
+
+def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> None:
+    """Where ranks are: processes, or threads of one process that a seed interleaves. ``drawn``: cases are."""
+    kept = "how many bytes of what one rank sends to another are kept until they are received, as NCCL and MPI may do"
+    one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
+    many = "try each case under so many seeds, until one is no pass"
+    every = f"run every interleaving that differs, at most N of each case (default: {MOST_RUNS})"
+    rules, any_one = "", list[str]()
+    if drawn:
+        rules, any_one = f"; {ANY}: drawn with each case", [ANY]
+        one = f"{one}; drawn with each case, unless it is given"
+    group = parser.add_argument_group("simulated ranks")
+    _add_world(group, "ranks are processes, or threads of one that a seed decides", rules, more=any_one)
+    add(group, "--room", "BYTES", f"{kept} (default: 0)", whole, default=0, rare=True)
+    add(group, "--interleaving", "N", one, parse_interleaving, default=0, rare=True)
+    add(group, "--interleavings", "N", many, whole, default=1, rare=True)
+    add(group, "--exhaust", "N", every, whole, nargs="?", const=MOST_RUNS, rare=True)
+
+
+def _add_world(
+    group: argparse._ActionsContainer, kinds: str, rules: str = "", *, more: Sequence[str] = (), default: str = "gloo"
+) -> None:
+    rules = f"what simulated messages may do: one of {', '.join(_TRANSPORTS)}{rules}"
+    add(group, "--world", None, kinds, choices=KINDS, default=REAL)
+    add(group, "--transport", "NAME", rules, choices=[*_TRANSPORTS, *more], default=default or None, rare=True)
+
+
+def add_virtual_time(group: argparse._ActionsContainer) -> None:
+    """Where the ranks are whose steps are timed: processes, or simulated ranks that have a clock each."""
+    kinds = "real: ranks are processes; simulated: threads of one, each with a clock of its own, on any number of ranks"
+    late = "what a simulated message takes on its way, in seconds (default: 0)"
+    _add_world(group, kinds)
+    add(group, "--latency", "S", late, share, default=0.0, rare=True)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Where ranks are, for who looks for what is known to be there: transports and seeds are a fault's own."""
+    parser.set_defaults(room=0, interleaving=0, exhaust=None)
+    group = parser.add_argument_group("simulated ranks")
+    kinds = "simulated: plant the races and deadlocks that only simulated ranks show"
+    many = "try each under at most so many seeds, until something is wrong"
+    _add_world(group, kinds, " (default: each that shows the fault)", default="")
+    add(group, "--interleavings", "N", many, whole, default=SEARCHED, rare=True)
+
+
+def simulation_of(options: argparse.Namespace) -> "Simulation | None":
+    """What is simulated; None on real ranks. Raises ``UsageError`` for options that then say nothing."""
+    if options.world == REAL:
+        refuse_unused(options, _SIMULATED_OPTIONS, _NOT_REAL)
+        return None
+    if not isinstance(options.interleaving, int):
+        refuse_unused(options, ["--interleavings"], "with an --interleaving that is no seed")
+    else:
+        check_count("--interleaving", options.interleaving, least=0, most=MOST_SEED)
+    check_count("--interleavings", options.interleavings, most=MOST_ACTIONS)
+    if options.exhaust is not None:
+        refuse_unused(options, ["--interleaving", "--interleavings"], "with --exhaust, which runs them all")
+        check_count("--exhaust", options.exhaust, most=MOST_ACTIONS)
+    drawn = options.transport == ANY
+    refuse_unused(options, ["--room"], f"with --transport {ANY}, where it is drawn with each case", where=drawn)
+    transport = transport_of("gloo" if drawn else options.transport or "gloo")
+    check_count("--room", options.room, least=0, most=MOST_SEED)
+    if options.room and (why := keeps_none(transport)):
+        raise UsageError(f"--room {options.room}: {why}")
+    from pipeproof.wings.simulated import Simulation
+
+    return Simulation(transport, options.interleaving, options.interleavings, options.exhaust, options.room)
+
+
+def decisions_of(options: argparse.Namespace) -> "Decisions | None":
+    """What is drawn with each case: a seed, where none is given, and a transport, where any will do."""
+    if (simulation := simulation_of(options)) is None:
+        return None
+    from pipeproof.wings.simulated import EVERY, Decisions
+
+    seeds = options.exhaust is None and "--interleaving" not in options.given
+    transports = EVERY if options.transport == ANY else (simulation.transport,)
+    return Decisions(simulation, seeds, transports) if seeds or len(transports) > 1 else None

@@ -1,15 +1,16 @@
 """What verbs do with a step of the user's own: ``validate``, ``replay``, ``mutate``, ``record`` and ``fuzz``."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from pipeproof.commands.campaign import CaseRun, Impossible, Setting, enough_ranks, replacing, run_all
+from pipeproof.commands.campaign import CaseRun, Setting, run_all
 from pipeproof.commands.ending import NO_VERDICT, WRONG
+from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import Opened
 from pipeproof.commands.own_step import OwnStep
+from pipeproof.core.contract import DEFAULTS
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.step_record import record_step, write_record
@@ -17,6 +18,7 @@ from pipeproof.reports.columns import Column, row
 from pipeproof.reports.table import OUTCOME, count_compared, outcome
 from pipeproof.reports.terminal import Terminal
 from pipeproof.whitebox import WhiteBox
+from pipeproof.worlds.accelerator import AUTO
 from pipeproof.worlds.world import World
 
 COLUMNS = (
@@ -30,26 +32,25 @@ COLUMNS = (
 
 def validate_step(step: OwnStep, setting: Setting) -> int:
     """Validate one; returns the exit status."""
-    return run_all([run_of(step, setting)], setting, columns=COLUMNS)
-
-
-def run_of(step: OwnStep, setting: Setting) -> CaseRun:
-    """The step, imported, to be run with others."""
     given = step.load()
 
     def judge(world: World, _: Opened) -> tuple[Verdict, Callable[[], None]]:
         return judge_step(step, given, world, setting), lambda: None
 
-    return CaseRun(step.name, step.processes, judge, partial(line, step))
+    run = CaseRun(step.name, step.processes, judge, partial(line, step))
+    return run_all([run], setting, columns=COLUMNS)
 
 
 def judge_step(step: OwnStep, given: dict[str, Any], world: World, setting: Setting) -> Verdict:
     """The verdict on what ``load`` gave of a step, with the line that replays it."""
-    with enough_ranks():
-        verdict = WhiteBox(world).validate(**given)
-    where = f" --device {setting.device}" if setting.device != "auto" else ""
-    verdict = replace(verdict, rerun=f"pipeproof replay {step.line}{where}")
-    return replacing(verdict, world.decision, seconds=verdict.seconds)
+    return replace(WhiteBox(world).validate(**given), rerun=_replay_line(step, world, setting))
+
+
+def _replay_line(step: OwnStep, world: World, setting: Setting, case: str = "") -> str:
+    """The line that replays a step on the same device, by the same decision."""
+    device = "" if setting.device == AUTO else f"--device {setting.device}"
+    decided = "" if world.decision is None else world.decision.options
+    return " ".join(filter(None, (step.replay(case), device, decided)))
 
 
 def line(step: OwnStep, verdict: Verdict, width: int | None) -> str:
@@ -64,7 +65,7 @@ def record_own(step: OwnStep, path: str) -> int:
     contract, model = given.get("contract"), given["reference"]()
     loss_fn, make = given.get("loss_fn"), given.get("optimizer")
     if loss_fn is None:
-        raise Impossible(f"{step.origin} has no loss_fn: a record needs one, of an output and a target; add it")
+        raise UsageError(f"{step.origin} has no loss_fn: a record needs one, of an output and a target; add it")
     optimizer = None if make is None else make(model)
     with Terminal().progress(f"the reference of {step.name}"):
         more = {} if contract is None else {"contract": contract}
@@ -104,19 +105,36 @@ def mutate_own(step: OwnStep, setting: Setting, *, only: Sequence[str]) -> int:
         return files.finish(status, tried=[asdict(one) for one in tried])
 
 
-def fuzz_own(step: OwnStep, setting: Setting, options: argparse.Namespace) -> int:
-    """Draw ranks, microbatches and splits for a step, as its table ``fuzz`` says; returns the exit status."""
+def fuzz_own(step: OwnStep, setting: Setting, **words: Any) -> int:
+    """Draw ranks, microbatches and splits for a step, as its table ``fuzz`` says; returns the exit status.
+
+    ``words`` are of the campaign: its ``cases`` and ``seed``, or the one ``case`` that was drawn before.
+    """
+    from pipeproof.whitebox.fuzzing import Subject, run_campaign  # with them comes what only campaigns need
+    from pipeproof.whitebox.space import Campaign
+
     drawn = step.load_fuzz()
     if "data" not in drawn:
-        raise Impossible(
+        raise UsageError(
             f"{step.origin} has no fuzz.data, which makes a microbatch of its number, rows and a torch.Generator: add "
             'fuzz = {data = "tests.my_pipeline:draw"}'
         )
-    given = step.load()
-    kept = {key: given[key] for key in ("reference", "loss_fn", "optimizer", "contract") if key in given}
-    with setting.outputs.open("fuzz") as files, setting.world() as world, enough_ranks():
-        words = {"ranks": step.processes, "cases": options.cases, "seed": options.seed} | drawn
-        found = WhiteBox(world).fuzz(given["step"], **kept, **words)
+    given, data = step.load(), drawn.pop("data")
+    kept = {key: given[key] for key in ("loss_fn", "optimizer") if key in given}
+    command = "replay" if setting.explain else "fuzz"
+    with setting.outputs.open(command) as files, setting.world() as world:
+        judge = partial(WhiteBox(world).validate, **kept)
+        contract = given.get("contract", DEFAULTS)
+        subject = Subject(
+            given["step"],
+            given["reference"],
+            data,
+            contract,
+            judge,
+            rerun=lambda one: _replay_line(step, world, setting, str(one)),
+        )
+        found = run_campaign(subject, Campaign.of(None, {"ranks": step.processes, **words, **drawn}), world)
         Terminal().say(str(found))
         status = 0 if found else found.verdict.exit_status or NO_VERDICT
-        return files.finish(status, () if found else [found.verdict], seed=options.seed)
+        verdicts = [] if found and not setting.explain else [found.verdict]
+        return files.finish(status, verdicts, **{name: one for name, one in words.items() if name == "seed"})

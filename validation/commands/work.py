@@ -61,30 +61,20 @@ def notes_of(config: Config, work: Work) -> list[str]:
     """What stands for what, what is not run, other versions."""
     found = []
     if config.is_scaled and config["model"] != STACKED:
-        found.append(f"{config.name} is run small: {_small(config, work)} for {config['model']}")
         if isinstance(work, Case):
-            left = ", ".join(_not_run(config))
+            small = f"{work.ranks} of {config['pp']} pipeline ranks, {work.microbatches}"
+            model, left = f"{work.model} in {work.dtype}", ", ".join(_not_run(config))
         else:
             from pipeproof.wings.primitives import not_stacked
 
-            left = "; ".join(not_stacked(config))
-        found += [f"not run: {left}"] if left else []
+            axes = ", ".join(config.list_extras("pp", "dp", *BESIDE)) or "one device"
+            small, left = f"stack {work} for {axes}, {work.each}", "; ".join(not_stacked(config))
+            model = f"a decoder of {some(work.layers, 'layer')} in fp32"
+        small = f"{small} of {config['microbatches']} microbatches, {model} for {config['model']}"
+        found = [f"{config.name} is run small: {small}", *([f"not run: {left}"] if left else [])]
     if (torch := versions()["torch"]) != (written := config["torch"] or torch):
         found.append(f"{config.name} was written with torch {written}; this is {torch}")
     return found
-
-
-def _small(config: Config, work: Work) -> str:
-    """What is run, and of what."""
-    if isinstance(work, Case):
-        return (
-            f"{work.ranks} of {config['pp']} pipeline ranks, {work.microbatches} of {config['microbatches']} "
-            f"microbatches, {work.model} in {work.dtype}"
-        )
-    return (
-        f"stack {work} for {', '.join(config.list_extras('pp', 'dp', *BESIDE)) or 'one device'}, {work.each} of "
-        f"{config['microbatches']} microbatches, a decoder of {some(work.layers, 'layer')} in fp32"
-    )
 
 
 def _not_run(config: Config) -> list[str]:

@@ -131,18 +131,18 @@ class Cause:
         return self.action is not None and "B" in self.action
 
     @property
-    def place(self) -> str:
-        """Known rank, stage, microbatches, action and parameter."""
+    def numbered(self) -> tuple[str, str, str]:
+        """Known stages, ranks and microbatches, such as ``stages 0, 2``; empty if unknown."""
         stages = self.stages or (() if self.stage is None else (self.stage,))
         ranks = self.ranks or (() if self.rank is None else (self.rank,))
-        parts = [
-            ("ranks" if len(ranks) > 1 else "rank", join_numbers(ranks) or None),
-            ("stages" if len(stages) > 1 else "stage", join_numbers(stages) or None),
-            ("microbatches" if len(self.microbatches) > 1 else "microbatch", join_numbers(self.microbatches) or None),
-            ("action", self.action),
-            ("parameter", self.parameter),
-        ]
-        return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
+        return _numbered("stage", stages), _numbered("rank", ranks), _numbered("microbatch", self.microbatches, "es")
+
+    @property
+    def place(self) -> str:
+        """Known rank, stage, microbatches, action and parameter."""
+        stages, ranks, microbatches = self.numbered
+        exact = [f"{what} {name}" for what in ("action", "parameter") if (name := getattr(self, what)) is not None]
+        return ", ".join(filter(None, [ranks, stages, microbatches, *exact])) or "everywhere"
 
     def own_lines(self) -> list[str]:
         """Format ``lines`` for readers."""
@@ -257,6 +257,10 @@ def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:
     """Expand ``causes`` into whole explanations, likeliest first."""
     options = [(replace(cause, instead=()), *cause.instead) for cause in causes]
     return tuple(product(*options))
+
+
+def _numbered(what: str, numbers: Sequence[int], plural: str = "s") -> str:
+    return f"{what}{plural * (len(numbers) > 1)} {join_numbers(numbers)}" if numbers else ""
 
 
 def join_numbers(numbers: Iterable[int]) -> str:

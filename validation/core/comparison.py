@@ -16,7 +16,7 @@ from pipeproof.core.limits import precision_of
 from pipeproof.core.observe.elements import all_finite, any_nan, any_nonzero
 from pipeproof.core.observe.observed import Claim
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import Floor, may_be_rounded, same_bits, stands_for_none, update_floor
+from pipeproof.core.tolerance import Floor, same_bits, stands_for_none, update_floor
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Expected, Gradient, Site
@@ -81,34 +81,23 @@ class Allowed(Protocol):
 _STILL = "vanish in rounding, by a rate of 0, or in the optimizer"
 
 
+@dataclass
 class Comparison:
     """Compares an operation's observed values with ``expected``, and fills ``ledger``.
 
-    number: the operation's index in the plan, from 0. scenarios: laws about that index.
+    number: the operation's index in the plan, from 0. scenarios: laws about that index. trained: parameters with
+    gradients: their stage, and whether they moved.
     """
 
-    def __init__(
-        self,
-        expected: ExpectedOperation,
-        allowed: Allowed,
-        ledger: Ledger,
-        *,
-        number: int = 0,
-        scenarios: frozenset[str] = frozenset(),
-    ) -> None:
-        self.expected = expected
-        self.allowed = allowed
-        self.ledger = ledger
-        self.number = number
-        self.scenarios = scenarios
-        self._zeros: list[str] = []  # parameters with zeros where None is expected
-        self._nones: list[str] = []  # parameters with None where zeros are expected
-        self._losses: dict[int, float] = {}  # reported losses, by microbatch
-        self.trained: dict[str, tuple[int | None, bool]] = {}  # parameters with gradients: stage, and did it move?
-
-    def onto(self, ledger: Ledger) -> "Comparison":
-        """Return a copy that writes into ``ledger``."""
-        return Comparison(self.expected, self.allowed, ledger, number=self.number, scenarios=self.scenarios)
+    expected: ExpectedOperation
+    allowed: Allowed
+    ledger: Ledger
+    number: int = field(default=0, kw_only=True)
+    scenarios: frozenset[str] = field(default=frozenset(), kw_only=True)
+    trained: dict[str, tuple[int | None, bool]] = field(default_factory=dict, init=False)
+    _zeros: list[str] = field(default_factory=list, init=False)  # parameters with zeros where None is expected
+    _nones: list[str] = field(default_factory=list, init=False)  # parameters with None where zeros are expected
+    _losses: dict[int, float] = field(default_factory=dict, init=False)  # reported losses, by microbatch
 
     def count_holders(
         self, name: str, count: int, *, expected: int, stage: int | None = None, rank: int | None = None
@@ -137,18 +126,16 @@ class Comparison:
             return
         self._losses |= zip(share, observed, strict=True)
         for microbatch, one in zip(share, observed, strict=True):
+            expected = self.expected.losses[microbatch]
             if broken is not None and math.isnan(one):
-                self._not_finite(microbatch, *broken)
+                first, rank_of_first = broken
+                where = {"stage": first.stage, "microbatch": first.microbatch, "action": str(first)}
+                place = self._at("loss", rank=rank_of_first, **where)
+                text = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
+                self.ledger.hold(place, False, math.nan, expected, what="not-finite", text=text)
             else:
                 place = self._at("loss", microbatch=microbatch, rank=rank)
-                expected = self.expected.losses[microbatch]
                 self.ledger.numbers(place, one, expected, partial(self.allowed.loss, microbatch))
-
-    def _not_finite(self, microbatch: int, first: Action, rank: int) -> None:
-        """Enter a NaN loss caused by non-finite output from action ``first`` on ``rank``."""
-        place = self._at("loss", rank=rank, stage=first.stage, microbatch=first.microbatch, action=str(first))
-        text = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
-        self.ledger.hold(place, False, math.nan, self.expected.losses[microbatch], what="not-finite", text=text)
 
     def loss(self, observed: float, *, rank: int | None = None) -> None:
         """Compare the step's total, expected from the reported losses if complete."""
@@ -189,11 +176,17 @@ class Comparison:
         self.ledger.tensors(place, observed.detach(), wanted, partial(self.allowed.gradient, name))
 
     def follow(self, expected: Expected, observed: Mapping[Site, Gradient], update: Follow) -> None:
-        """Derive the expected norm and weights from ``observed`` gradients.
+        """Derive the expected norm and weights from ``observed`` gradients, and the reference's where none is observed.
 
         If all gradients are right, the reference's norm stays, with its envelope.
         """
-        norm, parameters = update(_optimizer_gradients(expected, observed))
+        given = dict(expected.gradients)
+        cleared = all(one is None for one in observed.values())  # before the hand-back
+        for site, right in expected.gradients.items() if not cleared else ():
+            own, like = observed.get(site, right), expected.before[site[1]]
+            if not (stands_for_none(own) and stands_for_none(right)) and (own is None or own.shape == like.shape):
+                given[site] = None if own is None else own.detach().to(like.device)
+        norm, parameters = update(given)
         wrong = any(one.law in ("presence", "gradient") for one in self.ledger.mismatches)
         named = {name: parameter for (_, name), parameter in parameters.items()}
         self.expected = replace(self.expected, norm=norm if wrong else self.expected.norm, parameters=named)
@@ -206,16 +199,15 @@ class Comparison:
             self.ledger.leave_out("updated-parameters", [name], why, Reason.NOT_FINITE)
             return
         gradient = self.expected.gradients[name] if name in self.expected.gradients else None
-        moves = gradient is not None and any_nonzero(gradient)
-        if moves:
-            self.trained[name] = stage, not same_bits(wanted, before)
-        rounded = may_be_rounded(gradient, before, wanted)
+        driven, moved = gradient is not None and any_nonzero(gradient), not same_bits(wanted, before)
+        if driven:
+            self.trained[name] = stage, moved
 
         def floor() -> Floor:
             return update_floor(self.allowed.update(name), before, wanted, gradient)
 
         place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
-        self.ledger.tensors(place, observed.detach(), wanted, floor, base=before, rounded=rounded)
+        self.ledger.tensors(place, observed.detach(), wanted, floor, base=before, rounded=driven or moved)
 
     def start(self, name: str, observed: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
         """Compare a parameter before the operation."""
@@ -261,36 +253,25 @@ class Comparison:
 
     def tell(self) -> None:
         """Remark on zeros beside None."""
-        if self._zeros:
-            note = f"zeros where no gradient is expected: {first_few(self._zeros)}; an optimizer may still move them"
-            self.ledger.remark("presence", note)
-        if self._nones:
-            note = f"no gradient where zeros are expected: {first_few(self._nones)}; an optimizer may leave those alone"
-            self.ledger.remark("presence", note)
+        for names, beside, does in (
+            (self._zeros, "zeros where no gradient is", "still move them"),
+            (self._nones, "no gradient where zeros are", "leave those alone"),
+        ):
+            if names:
+                note = f"{beside} expected: {first_few(names)}; an optimizer may {does}"
+                self.ledger.remark("presence", note)
 
     def _losses_are_known(self) -> bool:
-        losses = self.expected.losses
-        if all(map(math.isfinite, losses)) and (self.expected.loss is None or math.isfinite(self.expected.loss)):
+        losses, total = self.expected.losses, self.expected.loss
+        endless = losses if not all(map(math.isfinite, losses)) else [total] if total is not None else []
+        if all(map(math.isfinite, endless)):
             return True
-        text = _text(losses if not all(map(math.isfinite, losses)) else [self.expected.loss or 0.0])
+        text = first_few([f"{value:.4g}" for value in endless])
         self.ledger.doubt("loss", f"the reference itself gives losses {text}: {_NOTHING}", Reason.NOT_FINITE)
         return False
 
     def _at(self, law: str, **where: object) -> Heading:
         return Heading.at(law, self.number, self.scenarios, **where)
-
-
-def _optimizer_gradients(expected: Expected, observed: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
-    """Return the optimizer's gradients: observed ones, and the reference's for the rest.
-
-    If a step observed no gradients at all, it cleared them before the hand-back.
-    """
-    given = dict(expected.gradients)
-    for site, right in expected.gradients.items() if any(one is not None for one in observed.values()) else ():
-        own, like = observed.get(site, right), expected.before[site[1]]
-        if not (stands_for_none(own) and stands_for_none(right)) and (own is None or own.shape == like.shape):
-            given[site] = None if own is None else own.detach().to(like.device)
-    return given
 
 
 def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int | None, bool]]]) -> None:
@@ -337,7 +318,3 @@ _NOTHING = "there is nothing to compare with"
 def _exact(wanted: Tensor) -> Floor:
     """Return a zero floor, for copies and fixed-order results."""
     return Floor(0.0, 0.0, 0.0, precision_of(wanted.dtype))
-
-
-def _text(values: Sequence[float]) -> str:
-    return first_few([f"{value:.4g}" for value in values])

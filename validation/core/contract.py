@@ -63,21 +63,23 @@ class Contract:
     stages: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
-        for word in ("loss_divisor", "loss_scale", "max_norm"):
-            _check_positive(word, getattr(self, word))
-        if self.accumulation is not None and not isinstance(self.accumulation, Accumulation):
-            raise ContractError(
-                f"accumulation is {self.accumulation!r}: expected an Accumulation, of pipeproof.reference.accumulation"
-            )
+        routers: Any = (self.routers,) if isinstance(self.routers, str) else self.routers
+        holds = {word: _is_positive(getattr(self, word)) for word in ("loss_divisor", "loss_scale", "max_norm")} | {
+            "accumulation": self.accumulation is None or isinstance(self.accumulation, Accumulation),
+            "operations": isinstance(self.operations, Sequence) and not isinstance(self.operations, str),
+            "outputs": self.outputs is None or callable(self.outputs),
+            "routers": isinstance(routers, Sequence) and all(isinstance(one, str) and one for one in routers),
+            "names": self.names is None or callable(self.names) or _are_prefixes(self.names),
+            "ties": self.ties is None or _are_ties(self.ties),
+            "stages": _are_stages(self.stages),
+            "warmup": type(self.warmup) is int and self.warmup >= 0,
+        }
+        for word, right in holds.items():
+            if not right:
+                raise ContractError(f"{word} is {getattr(self, word)!r}: expected {_EXPECTED[word]}")
         object.__setattr__(self, "operations", _operations(self.operations))
-        if self.outputs is not None and not callable(self.outputs):
-            raise ContractError(f"outputs is {self.outputs!r}: expected a function of output and target")
-        object.__setattr__(self, "routers", _routers(self.routers))
-        _check_names(self.names)
-        _check_ties(self.ties)
-        object.__setattr__(self, "stages", _stages(self.stages))
-        if type(self.warmup) is not int or self.warmup < 0:
-            raise ContractError(f"warmup is {self.warmup!r}: expected how many first calls are no microbatch's, from 0")
+        object.__setattr__(self, "routers", tuple(routers))
+        object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
 
     def with_words(self, words: Mapping[str, Any]) -> "Contract":
         """Copy with ``words`` given beside the contract, such as ``loss_divisor=8``; ``steps`` means operations."""
@@ -118,16 +120,42 @@ class Contract:
                 raise ContractError(f"{one.name} of the contract is not read {where}: {cure}")
 
 
-def _check_positive(word: str, given: Any) -> None:
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if given is not None and not (number and given > 0):
-        raise ContractError(f"{word} is {given!r}: expected a number above 0")
+_EXPECTED: Mapping[str, str] = {
+    **dict.fromkeys(("loss_divisor", "loss_scale", "max_norm"), "a number above 0"),
+    "accumulation": "an Accumulation, of pipeproof.reference.accumulation",
+    "operations": 'a list, such as ["train", "eval"]',
+    "outputs": "a function of output and target",
+    "routers": "the name of the modules that choose experts, or several",
+    "names": "prefixes and what replaces them, or a function of a name",
+    "ties": 'lists of names, such as [["embed.weight", "head.weight"]]',
+    "stages": "the numbers of each rank's stages, all from 0, such as [[0, 3], [1, 2]]",
+    "warmup": "how many first calls are no microbatch's, from 0",
+}
 
 
-def _operations(given: object) -> tuple[Any, ...]:
+def _is_positive(given: Any) -> bool:
+    return given is None or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
+
+
+def _are_prefixes(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(one, str) for pair in given.items() for one in pair)
+
+
+def _are_ties(given: Any) -> bool:
+    lists = isinstance(given, list | tuple) and all(isinstance(one, list | tuple) and len(one) > 1 for one in given)
+    return lists and all(isinstance(name, str) for group in given for name in group)
+
+
+def _are_stages(given: Any) -> bool:
+    ranks = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(rank, list | tuple) and len({*rank}) == len(rank) for rank in ranks):
+        return False
+    every = [number for rank in ranks for number in rank]
+    return all(type(one) is int for one in every) and {*every} == {*range(len({*every}))}
+
+
+def _operations(given: Sequence[Any]) -> tuple[Any, ...]:
     """Check a plan. Raises ``ContractError`` for an invalid one."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ContractError(f'operations is {given!r}: expected a list, such as ["train", "eval"]')
     every = tuple(tuple(one) if isinstance(one, list) else one for one in given)
     pairs = [one for one in every if isinstance(one, tuple)]
     if pairs and len(pairs) < len(every):
@@ -147,37 +175,6 @@ def _operations(given: object) -> tuple[Any, ...]:
             f"operations is {list(given)}: expected 'train' after each 'accumulate', for it has the gradients of both"
         )
     return every
-
-
-def _routers(given: object) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, Sequence) or not all(isinstance(one, str) and one for one in names):
-        raise ContractError(f"routers is {given!r}: expected the name of the modules that choose experts, or several")
-    return tuple(names)
-
-
-def _check_names(given: object) -> None:
-    pairs = isinstance(given, Mapping) and all(isinstance(one, str) for pair in given.items() for one in pair)
-    if not (given is None or pairs or callable(given)):
-        raise ContractError(f"names is {given!r}: expected prefixes and what replaces them, or a function of a name")
-
-
-def _check_ties(given: Any) -> None:
-    groups = given if isinstance(given, list | tuple) else [given]
-    lists = [isinstance(group, list | tuple) and len(group) > 1 for group in groups]
-    if given is not None and not (all(lists) and all(isinstance(name, str) for group in groups for name in group)):
-        raise ContractError(f'ties is {given!r}: expected lists of names, such as [["embed.weight", "head.weight"]]')
-
-
-def _stages(given: Any) -> tuple[tuple[int, ...], ...]:
-    ranks = given if isinstance(given, list | tuple) else [given]
-    lists = all(isinstance(rank, list | tuple) and len({*rank}) == len(rank) for rank in ranks)
-    every = [number for rank in ranks for number in rank] if lists else []
-    if not lists or any(type(one) is not int for one in every) or {*every} != {*range(len({*every}))}:
-        raise ContractError(
-            f"stages is {given!r}: expected the numbers of each rank's stages, all from 0, such as [[0, 3], [1, 2]]"
-        )
-    return tuple(map(tuple, ranks))
 
 
 DEFAULTS = Contract()

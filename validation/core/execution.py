@@ -1,34 +1,16 @@
 """Check actions and parameters against their laws."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from pipeproof.core.ledger import NOWHERE, Heading, Ledger
+from pipeproof.core.ledger import NOWHERE, Heading, Ledger, Where
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.core.oracle import Conditions
 from pipeproof.core.verdict import What
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.sizes import first_few
-from pipeproof.reference.step import Site
 
 _IN_ACTION = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # order within an action
-
-
-class Headings:
-    """Builds ledger headings. ``placement``: each stage's rank."""
-
-    def __init__(self, placement: Sequence[int]) -> None:
-        self._placement = tuple(placement)
-
-    def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
-        """Return a heading at ``stage``, possibly nowhere, with its rank."""
-        if stage == NOWHERE:
-            return Heading.at(law, number, scenarios, **where)
-        return Heading.at(law, number, scenarios, **{"rank": self._placement[stage], **where}, stage=stage)
-
-    def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
-        """Return a heading at a parameter."""
-        return self.stage(law, number, scenarios, site[0], parameter=site[1])
 
 
 class Execution:
@@ -38,79 +20,66 @@ class Execution:
         self._required = required
         self._observed = observed
         self._ledger = ledger
-        self._place = Headings(observed.schedule.placement)
 
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
-        """Return each stage's actual backward order, or index order if incomplete."""
+        """Check all actions. Return each stage's actual backward order, or index order if incomplete."""
         every = list(range(self._required.counts[number]))
         for line in range(1 + len(self._observed.copies)):
-            self._judge_order(number, laws, line, backward=backward)
-            self._calls(number, laws, line, training=backward)
-        ran = {stage: _last_of_each(order) for stage, order in self._observed.backwards(number).items()}
+            self._judge_line(number, laws, line, training=backward)
+        # The last of each counts: earlier gradients may have been cleared.
+        rows = self._observed.backwards(number).items()
+        ran = {stage: list(dict.fromkeys(reversed(order)))[::-1] for stage, order in rows}
         ordered = {stage: order for stage, order in ran.items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.expected} | ordered
 
-    def _judge_order(self, number: int, laws: frozenset[str], line: int, *, backward: bool) -> None:
-        """Check one forward and one backward per stage and microbatch."""
-        every = list(range(self._required.counts[number]))
-        ran: dict[What, dict[int, list[int]]] = {"forward": self._observed.forwards(number, line)}
-        if backward:
-            ran["backward"] = self._observed.backwards(number, line)
+    def _judge_line(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
+        """Check one forward, backward and module call per stage and microbatch, in the right training mode."""
+        required, observed, hold = self._required, self._observed, self._ledger.hold
+        every, calls = range(required.counts[number]), observed.calls(number, line)
+        copies: Mapping[int, int] = observed.copies[line - 1] if line else {}
+        there = {*copies} if line else {*range(observed.schedule.n_stages)}
+
+        def place(stage: int) -> Heading:
+            rank = copies[stage] if line else observed.schedule.placement[stage]
+            return Heading.at("microbatches", number, laws, stage=stage, rank=rank)
+
+        ran: dict[What, dict[int, list[int]]] = {"forward": observed.forwards(number, line)}
+        if training:
+            ran["backward"] = observed.backwards(number, line)
         for what, orders in ran.items():
-            idle = self._required.frozen if what == "backward" else ()
-            for stage in self._stages(line, but={*self._required.unseen, *idle}):
-                order, place = orders[stage], self._of_stage(number, laws, stage, line)
-                left = {*self._required.weightless} - {*order} if what == "backward" else set[int]()
-                expected = [microbatch for microbatch in every if microbatch not in left]
-                self._ledger.hold(place, _once_each(order, expected), _known_order(order), tuple(expected), what=what)
-
-    def _calls(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
-        """Check one module call per stage and microbatch, in the right training mode."""
-        calls = self._observed.calls(number, line)
-        for stage in self._stages(line, but=self._required.uncalled):
-            place = self._of_stage(number, laws, stage, line)
-            observed = sorted(action.microbatch for action, _ in calls if action.stage == stage)
-            every = tuple(range(self._required.counts[number]))
-            self._ledger.hold(place, _once_each(observed, every), _known_order(observed), every, what="calls")
-            if UNKNOWN_MICROBATCH in observed:
-                unknown = f"of {observed.count(UNKNOWN_MICROBATCH)} calls of stage {stage} nothing tells the microbatch"
+            for stage in sorted(there - {*required.unseen, *(required.frozen if what == "backward" else ())}):
+                order = orders[stage]
+                left = {*required.weightless} - {*order} if what == "backward" else set[int]()
+                expected = tuple(microbatch for microbatch in every if microbatch not in left)
+                hold(place(stage), _once_each(order, expected), _known_order(order), expected, what=what)
+        for stage in sorted(there - {*required.uncalled}):
+            called = sorted(action.microbatch for action, _ in calls if action.stage == stage)
+            hold(place(stage), _once_each(called, every), _known_order(called), tuple(every), what="calls")
+            if UNKNOWN_MICROBATCH in called:
+                unknown = f"of {called.count(UNKNOWN_MICROBATCH)} calls of stage {stage} nothing tells the microbatch"
                 self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
-            modes = {mode for action, mode in calls if action.stage == stage}
-            wrong = modes - {training}
-            wrong = wrong if wrong and self._required.mode_matters() else set()
-            self._ledger.hold(place, not wrong, not training, training, what="mode")
-
-    def _stages(self, line: int, but: Collection[int]) -> list[int]:
-        """Return stages with known actions on ``line``."""
-        there = self._observed.copies[line - 1] if line else range(self._observed.schedule.n_stages)
-        return sorted({*there} - {*but})
-
-    def _of_stage(self, number: int, laws: frozenset[str], stage: int, line: int) -> Heading:
-        own = {"rank": self._observed.copies[line - 1][stage]} if line else {}
-        return self._place.stage("microbatches", number, laws, stage, **own)
+            wrong = any(mode != training for action, mode in calls if action.stage == stage)
+            hold(place(stage), not (wrong and required.mode_matters()), not training, training, what="mode")
 
     def parameters_once(self) -> None:
         """Check that each expected parameter exists once, without extra ones."""
-        expected, last = (
-            self._required.expected,
-            max(k for k, name in enumerate(self._required.plan) if name == "train"),
-        )
+        expected, names = self._required.expected, {"unknown": list[str](), "held by none": list[str]()}
+        last = max(k for k, name in enumerate(self._required.plan) if name == "train")
         for site, why in sorted(self._required.unmatched.items()):
-            place = self._place.site("parameters-once", last, frozenset(), site)
+            place = Heading.at("parameters-once", last, parameter=site[1], **where_of(self._observed, site[0]))
             self._ledger.hold(place, False, why, "a parameter of the reference")
+            names["unknown"].append(site[1])
         observed = self._observed.gradient_sites(last)
         for site in sorted(expected | set(observed)):
             stage = None if site[0] == NOWHERE else site[0]
-            place = Heading.at("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
+            place = Heading.at("parameters-once", last, stage=stage, parameter=site[1])
             count = observed.count(site)
             self._ledger.hold(place, count == (site in expected), count, int(site in expected), what="held")
-        lost = [name for stage, name in sorted(expected) if stage == NOWHERE]
-        for what, names in (
-            ("unknown", [name for _, name in sorted(self._required.unmatched)]),
-            ("held by none", lost),
-        ):
-            if names:
-                self._ledger.remark("parameters-once", f"{what}: {first_few(names)}")
+            if stage is None and site in expected:
+                names["held by none"].append(site[1])
+        for what, some in names.items():
+            if some:
+                self._ledger.remark("parameters-once", f"{what}: {first_few(some)}")
 
     def extra_calls(self, number: int, *, doubtful: bool) -> None:
         """Report calls beyond the microbatches. ``doubtful``: they may have added to wrong gradients."""
@@ -130,26 +99,18 @@ class Execution:
         for crossing in sorted(crossings, key=lambda one: flow(one, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
             known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
-            own = {} if crossing.rank is None else {"rank": crossing.rank}
-            place = self._place.stage("boundaries", number, laws, stage, microbatch=known, action=crossing.at, **own)
-            observed, expected = (
-                f"{crossing.what}: {crossing.observed}",
-                f"microbatch {'?' if known is None else known}'s",
-            )
+            at = dict(where_of(self._observed, stage))
+            at |= {} if crossing.rank is None else {"rank": crossing.rank}
+            place = Heading.at("boundaries", number, laws, microbatch=known, action=crossing.at, **at)
+            expected = f"microbatch {'?' if known is None else known}'s"
+            observed = f"{crossing.what}: {crossing.observed}"
             self._ledger.hold(place, crossing.same, observed, expected, exact=crossing.exact)
 
     def count_reshaped(self, number: int) -> None:
         """List boundary tensors that arrived in another shape: possibly on purpose."""
-        crossings = [
-            crossing for crossing in self._observed.crossings(number) if not (crossing.judged or crossing.same)
-        ]
-        names = [f"{crossing.what} of {crossing.at}" for crossing in crossings]
+        crossings = self._observed.crossings(number)
+        names = [f"{one.what} of {one.at}" for one in crossings if not (one.judged or one.same)]
         self._ledger.leave_out("boundaries", names, "of another shape than was sent, and not compared")
-
-
-def _last_of_each(order: Sequence[int]) -> list[int]:
-    """Keep each number's last occurrence: earlier gradients may have been cleared."""
-    return list(dict.fromkeys(reversed(order)))[::-1]
 
 
 def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:
@@ -160,6 +121,11 @@ def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:
 
 def _known_order(order: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(None if microbatch == UNKNOWN_MICROBATCH else microbatch for microbatch in order)
+
+
+def where_of(observed: Observed, stage: int) -> Where:
+    """Return a stage, possibly nowhere, with its rank."""
+    return {} if stage == NOWHERE else {"rank": observed.schedule.placement[stage], "stage": stage}
 
 
 def flow(crossing: Crossing, n_stages: int) -> tuple[bool, int, int, int]:

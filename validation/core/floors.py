@@ -10,29 +10,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import (
-    BY_NAME,
-    DRAWS,
-    FP32,
-    FP64,
-    HARDLY,
-    Precision,
-    coarsest,
-    precision_among,
-    precision_of,
-)
-from pipeproof.core.makeup import Makeup
+from pipeproof.core.limits import BY_NAME, DRAWS, FP32, FP64, HARDLY, Precision, coarsest, precision_among, precision_of
+from pipeproof.core.makeup import compare_shares
 from pipeproof.core.nudged import Nudged, Sums
 from pipeproof.core.observe.elements import is_rounded
-from pipeproof.core.tolerance import (
-    Floor,
-    default_floor,
-    error,
-    floor_of,
-    in_both,
-    rounding_of,
-    scalar_error,
-)
+from pipeproof.core.tolerance import Floor, default_floor, error, floor_of, in_both, rounding_of, scalar_error
 from pipeproof.core.updates import Pending, Updates, gradients_off
 from pipeproof.core.verdict import describe_error
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -63,7 +45,6 @@ class Floors:
         self._updated = updated
         self._pending = tuple(pending)
         self._last = pending[-1].expected
-        self._accumulation = reference.recipe.accumulation
         self._precision = precision_among(reference.model.parameters())
         # fp64 has no wider type, so its weights move by one rounding instead (as TTrace does with inputs).
         self._otherwise = one_place_off if self._precision is FP64 else in_double
@@ -89,46 +70,37 @@ class Floors:
             self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
         return found or [one.expected.contributions for one in self._pending]
 
-    @property
-    def _tells(self) -> bool:
-        """True if other rounding gave usable numbers."""
-        return bool(self._apart) and not self.obstacle
-
     @cached_property
     def _nudged(self) -> Contributions | None:
         """Return contributions with weights one rounding off, in the narrowest type if fp64 failed."""
         if self._otherwise is one_place_off:
             return None
-        narrow = self._narrowest
-        if not self._tells and narrow.unit > self._precision.unit:
+        narrow, tells = self._narrowest, bool(self._apart) and not self.obstacle
+        if not tells and narrow.unit > self._precision.unit:
             found, _ = self._compute(partial(one_place_off, unit=narrow.unit), most=narrow.most)
             if found is not None:
                 self._computed_in = narrow
                 return found
-        return self._compute(one_place_off, most=math.inf if self._tells else self._precision.most)[0]
+        return self._compute(one_place_off, most=math.inf if tells else self._precision.most)[0]
 
     @cached_property
-    def _coarse(self) -> Precision:
-        """Return the computing precision: coarser than the weights', as under autocast, if fp64 shows it.
+    def _coarse(self) -> tuple[Precision, float]:
+        """Return the computing precision, and the median gradient error: single values may be small by chance.
 
-        Little may be computed in the narrow type, so its minimum allowance passes only if measured.
+        It is coarser than the weights', as under autocast, if fp64 shows it. Little may be computed in the narrow type,
+        so its minimum allowance passes only if measured.
         """
         own, narrow = self._precision, self._narrowest
-        measured = self._otherwise is in_double and self._tells
-        coarse = measured and narrow.unit > own.unit and own.factor * self._coarseness > own.most
-        return replace(narrow, least=own.most, most=narrow.least) if coarse else own
-
-    @cached_property
-    def _coarseness(self) -> float:
-        """Return the median gradient error under rounding: single values may be small by chance."""
+        if self._otherwise is one_place_off or narrow.unit <= own.unit or not self._apart or self.obstacle:
+            return own, 0.0
         found = [error(one, apart) for one, apart in in_both(self._last.gradients, self._apart_total)]
-        return median([size for size in found if size < math.inf] or [0.0])
+        usual = median([size for size in found if size < math.inf] or [0.0])
+        coarse = own.factor * usual > own.most
+        return (replace(narrow, least=own.most, most=narrow.least), usual) if coarse else (own, 0.0)
 
-    def _coarsely(self, floor: Floor) -> Floor:
-        """Widen ``floor`` to the computing precision."""
-        if floor.noise or self._coarse is self._precision:
-            return floor
-        return replace(floor, rounding=max(floor.rounding, self._coarseness))
+    def _coarsely(self, floor: Floor, usual: float = 0.0) -> Floor:
+        """Widen ``floor`` to the computing precision, and to what is ``usual``."""
+        return floor if floor.noise else replace(floor, rounding=max(floor.rounding, usual, self._coarse[1]))
 
     @cached_property
     def _narrowest(self) -> Precision:
@@ -157,9 +129,7 @@ class Floors:
         made = (self._compute(partial(off, draw=draw, way=way), most=math.inf)[0] for draw, way in ways)
         totals = ((self._total(one), [m.loss for m in one[-1]]) for one in made if one is not None)
         expected, norm, least = self._last, self._reference.norm, self._precision.least
-        updated = (
-            self._updated if expected.parameters else None
-        )  # otherwise expectations follow from the same gradients
+        updated = self._updated if expected.parameters else None  # without any, they follow from the same gradients
         return Nudged.measure(expected, totals, unit=narrow.unit, least=least, norm=norm, updated=updated)
 
     def _excuse(self, gap: float) -> float:
@@ -173,7 +143,7 @@ class Floors:
         most: allowed loss error; infinite if losses agree up to rounding by construction.
         """
         try:
-            found = [otherwise(self._of(one), one.expected, one.batches) for one in self._pending]
+            found = [otherwise(one.reference or self._reference, one.expected, one.batches) for one in self._pending]
         except Exception as error:
             return None, f"raised {describe_error(error)}"
         own = [one.expected.contributions for one in self._pending]
@@ -188,11 +158,7 @@ class Floors:
 
     @cached_property
     def _reversed_total(self) -> Sums:
-        sums: Sums = {}
-        for one in reversed(self._pending):
-            orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
-            sums = self._of(one).accumulate(one.expected.contributions, orders=orders, onto=sums)
-        return self._reference.total(sums)
+        return self._total([one.expected.contributions for one in self._pending], step=-1)
 
     @cached_property
     def _apart_total(self) -> Sums:
@@ -203,12 +169,14 @@ class Floors:
     def _nudged_total(self) -> Sums:
         return {} if self._nudged is None else self._total(self._nudged)
 
-    def _total(self, made: Contributions, *, by: Accumulation | None = None) -> Sums:
+    def _total(self, made: Contributions, *, by: Accumulation | None = None, step: int = 1) -> Sums:
+        """Add up contributions in each stage's order, or backwards by ``step`` -1."""
         sums: Sums = {}
-        for one, contributions in zip(self._pending, made, strict=True):
-            own = self._of(one)
+        for one, contributions in [*zip(self._pending, made, strict=True)][::step]:
+            own = one.reference or self._reference
+            orders = {stage: order[::step] for stage, order in one.orders.items()}
             how = by and replace(by, shares=own.recipe.accumulation.shares)
-            sums = own.accumulate(contributions, orders=one.orders, onto=sums, by=how)
+            sums = own.accumulate(contributions, orders=orders, onto=sums, by=how)
         return self._reference.total(sums)
 
     def gradient(self, site: Site) -> Floor:
@@ -216,16 +184,19 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        again, parts = partial(self._again, site), self._parts(site)
-        floor = floor_of(expected, [other], apart, parts, again=again, computed=self._coarse)
-        floor = self._coarsely(floor)
-        nudged = self._again(site) if self.obstacle else None
-        return floor if nudged is None else replace(floor, nudged=self._excuse(error(expected, nudged)))
+        parts, coarse = self._parts(site), self._coarse[0]
+        floor = floor_of(expected, [other], apart, parts, again=lambda: self._nudged_total.get(site), computed=coarse)
+        if self.obstacle and (nudged := self._nudged_total.get(site)) is not None:
+            floor = replace(floor, nudged=self._excuse(error(expected, nudged)))
+        return self._coarsely(floor)
 
     def gradient_by_microbatch(self, site: Site) -> Floor:
         """Return the gradient floor, with a per-microbatch test if rounding reaches half a contribution."""
-        blind = (floor := self.gradient(site)).blind and not self.obstacle
-        return replace(floor, alike=self._makeup(site).is_alike) if blind else floor
+        floor, expected = self.gradient(site), self._last.gradients[site]
+        if expected is None or not floor.blind or self.obstacle:
+            return floor
+        others = [one for total in (self._reversed_total, self._apart_total) if (one := total[site]) is not None]
+        return replace(floor, alike=compare_shares(expected, others, self._parts(site), factor=self._precision.factor))
 
     def _parts(self, site: Site) -> list[Gradient]:
         """Return microbatch contributions from each stage with a copy."""
@@ -234,35 +205,22 @@ class Floors:
         parts = [one.gradients[home] for one in contributions for home in homes]
         return [None if part is None else part / late for part in parts]
 
-    def _of(self, pending: Pending) -> Reference:
-        """Return the reference for ``pending``."""
-        return pending.reference or self._reference
+    def update(self, site: Site, *, pushed: bool = False) -> Floor:
+        """Return the floor for an optimizer update under the exact gradient.
 
-    def _makeup(self, site: Site) -> Makeup:
-        """Measure microbatch shares in the gradient at ``site``, where one exists."""
-        totals = [total[site] for total in (self._last.gradients, self._reversed_total, self._apart_total)]
-        expected, *others = [total for total in totals if total is not None]
-        return Makeup.measure(expected, others, self._parts(site), factor=self._precision.factor)
-
-    def update_floor(self, site: Site) -> Floor:
-        """Return the floor for an optimizer update under the exact gradient."""
+        pushed: under gradients with rounding-level errors, too. Whatever the optimizer makes from gradients within
+        their limits proves no fault, however far it goes.
+        """
         floor = replace(self.gradient(site), sums=None)  # an update has no more digits than its parameter
         if self._updated is None or floor.noise or site not in self._expected:
             return floor
-        # Fused kernels keep settings in fp32: 1 - beta² then has few digits.
-        settled = self._update_distance(site, self._settled) / floor.precision.factor
-        return replace(floor, rounding=max(floor.rounding, settled))
+        expected, before = self._expected[site], self._last.before[site[1]]
 
-    def update(self, site: Site) -> Floor:
-        """Return the floor for a parameter updated with rounding-level gradient errors.
+        def far(parameters: Mapping[Site, Tensor]) -> float:
+            return error(parameters[site], expected, base=before, rounded=True) / floor.precision.factor
 
-        Whatever the optimizer makes from gradients within their limits proves no fault, however far it goes.
-        """
-        floor = self.update_floor(site)
-        if self._updated is None or floor.noise or site not in self._expected:
-            return floor
-        far = max(self._update_distance(site, parameters) for parameters in self._off)
-        return replace(floor, nudged=max(floor.nudged, far / floor.precision.factor))
+        nudged = max(map(far, self._off)) if pushed else 0.0
+        return replace(floor, rounding=max(floor.rounding, far(self._settled)), nudged=max(floor.nudged, nudged))
 
     @cached_property
     def _off(self) -> Sequence[Mapping[Site, Tensor]]:
@@ -275,13 +233,12 @@ class Floors:
 
     @cached_property
     def _settled(self) -> Mapping[Site, Tensor]:
-        """Return parameters updated with optimizer settings one fp32 rounding off."""
+        """Return parameters updated with settings one fp32 rounding off.
+
+        Fused kernels keep settings in fp32: 1 - beta² then has few digits.
+        """
         assert self._updated is not None, "asked for only where there is an optimizer"
         return self._updated(self._last.gradients, norm=self._last.norm, off=FP32.unit)
-
-    def _update_distance(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
-        """Return two updates' distance, relative to the expected update."""
-        return error(parameters[site], self._expected[site], base=self._last.before[site[1]], rounded=True)
 
     @cached_property
     def _expected(self) -> Mapping[Site, Tensor]:
@@ -289,29 +246,17 @@ class Floors:
             return self._last.parameters
         return self._updated(self._last.gradients, norm=self._last.norm)
 
-    def _again(self, site: Site) -> Gradient:
-        return self._nudged_total.get(site)
-
     def sum_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
         """Return one site's gradient, summed in ``dtype``."""
         if dtype not in self._wide:
-            by = replace(self._accumulation, dtype=dtype)
+            by = replace(self._reference.recipe.accumulation, dtype=dtype)
             self._wide[dtype] = self._total([one.expected.contributions for one in self._pending], by=by)
         return self._wide[dtype][site]
 
     def loss(self, microbatch: int) -> Floor:
         """Return the floor for one microbatch's loss."""
-        own, apart = self._last.losses[microbatch], self._apart[-1][microbatch].loss
-
-        def again() -> Tensor | None:
-            return None if self._nudged is None else _number(self._nudged[-1][microbatch].loss)
-
-        if not self.obstacle:
-            floor = rounding_of(_number(own), _number(apart), again=again, precision=self._coarse)
-            floor = replace(floor, rounding=max(floor.rounding, self._usual)) if not floor.noise else floor
-            return self._coarsely(floor)
-        other = again()
-        return default_floor(self._precision, nudged=0.0 if other is None else self._excuse(error(_number(own), other)))
+        floor = self._of_tensor(microbatch, lambda one: torch.tensor(one.loss, dtype=torch.float64))
+        return self._coarsely(floor, self._usual)
 
     @cached_property
     def _usual(self) -> float:
@@ -321,30 +266,30 @@ class Floors:
 
     def output(self, microbatch: int, name: str) -> Floor:
         """Return the floor for a microbatch's named output."""
-        return self._of_tensor(microbatch, lambda one: one.outputs[name], most=self._coarse)
+        return self._of_tensor(microbatch, lambda one: one.outputs[name])
 
     def scores(self, microbatch: int, router: str, number: int) -> Floor:
-        """Return the floor for a router's scores in its choice ``number``.
-
-        A coarser computing type makes scores equally coarse, whatever type stores them.
-        """
+        """Return the floor for a router's scores in its choice ``number``, without excluded choices."""
 
         def score(one: Contribution) -> Tensor:
             scores = one.choices[router][number].scores_TE
-            return scores.masked_fill(~scores.isfinite(), 0.0)  # excluded choices
+            return scores.masked_fill(~scores.isfinite(), 0.0)
 
-        return self._of_tensor(microbatch, score, most=self._coarse)
+        return self._of_tensor(microbatch, score)
 
-    def _of_tensor(self, microbatch: int, tensor: Callable[[Contribution], Tensor], *, most: Precision = FP64) -> Floor:
-        """Return the floor for a microbatch tensor, at least as coarse as ``most``."""
+    def _of_tensor(self, microbatch: int, tensor: Callable[[Contribution], Tensor]) -> Floor:
+        """Return the floor for a microbatch tensor.
+
+        A coarser computing type makes it equally coarse, whatever type stores it.
+        """
         own, apart = tensor(self._last.contributions[microbatch]), tensor(self._apart[-1][microbatch])
-        precision = coarsest([precision_of(own.dtype), most])
+        if not is_rounded(own.dtype):
+            return Floor(0.0, 0.0, 0.0, self._precision)
+        precision = coarsest([precision_of(own.dtype), self._coarse[0]])
 
         def again() -> Tensor | None:
             return None if self._nudged is None else tensor(self._nudged[-1][microbatch])
 
-        if not is_rounded(own.dtype):
-            return Floor(0.0, 0.0, 0.0, self._precision)
         if not self.obstacle:
             return rounding_of(own, apart, again=again, precision=precision)
         other = again()
@@ -353,18 +298,20 @@ class Floors:
     def total(self) -> Floor:
         """Return the floor for the step's total: unmeasured, except for losses from rounding alone."""
         sizes = [self.loss(microbatch).size for microbatch in range(len(self._last.losses))]
-        return self._coarsely(Floor(0.0, 0.0, 0.0, self._coarse, size=max(sizes) if all(sizes) else 0.0))
+        return self._coarsely(Floor(0.0, 0.0, 0.0, self._coarse[0], size=max(sizes) if all(sizes) else 0.0))
 
     def norm(self) -> Floor:
         """Return the floor for the gradient norm."""
-        norm = self._last.norm or 0.0
-        totals = [self._reversed_total, self._apart_total]
+
+        def far(total: Sums) -> float:
+            return scalar_error(self._reference.norm(total), self._last.norm or 0.0)
+
+        permutation, rounding = far(self._reversed_total), far(self._apart_total)
         if self.obstacle:
-            totals.append(self._nudged_total or self._apart_total)
-        permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
-        floor = self._coarsely(Floor(permutation, rounding, 0.0, self._coarse))
-        if nudged:
-            floor = default_floor(self._precision, permutation=permutation, nudged=self._excuse(nudged[0]))
+            nudged = self._excuse(far(self._nudged_total or self._apart_total))
+            floor = default_floor(self._precision, permutation=permutation, nudged=nudged)
+        else:
+            floor = self._coarsely(Floor(permutation, rounding, 0.0, self._coarse[0]))
         wide = precision_among(one for one in self._last.gradients.values() if one is not None)
         coarse = wide.unit < floor.precision.unit
         return replace(floor, sums=Floor(permutation, 0.0, 0.0, wide)) if coarse else floor
@@ -373,7 +320,3 @@ class Floors:
         """Return the largest floor over all gradients."""
         floors = (self.gradient(site) for site in self._last.gradients)
         return max((floor.largest for floor in floors if not floor.noise), default=0.0)
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

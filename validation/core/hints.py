@@ -1,5 +1,6 @@
 """Hints for each cause kind, and meanings for factors."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -88,40 +89,23 @@ def hints(causes: Sequence[Cause], measured: Measured) -> list[str]:
     """Return hints, one per cause kind; a factor's meaning comes first."""
     first: dict[str, Cause] = {}
     for cause in causes:
-        first.setdefault(_hint(cause), cause)
+        first.setdefault(_CUT if cause.cut else HINTS[cause.kind], cause)
     return [text for hint, cause in first.items() for text in (*_factors(cause, measured), hint)]
-
-
-def _hint(cause: Cause) -> str:
-    return _CUT if cause.cut else HINTS[cause.kind]
 
 
 def _factors(cause: Cause, measured: Measured) -> Iterator[str]:
     """Yield counts equal to a cause's factor, such as numbers of microbatches or ranks."""
     if cause.kind != "scale" or cause.factor is None:
         return
-    for count, what in _counts(measured):
-        if cause.microbatches and what != "microbatches":
-            continue  # a factor in single microbatches has nothing to do with ranks or stages
-        if count > 1 and _is_near(cause.factor, count):
+    ran, losses = measured.ran, {one.microbatch for one in measured.of("loss") if one.microbatch is not None}
+    counts = {"microbatches": len(losses) if ran is None else ran.microbatches}
+    if ran is not None and not cause.microbatches:  # a factor in single microbatches has nothing to do with ranks
+        ranks, stages = len(ran.ranks), len(ran.placement)
+        together, rest = divmod(ranks, len({*ran.placement}) or 1)
+        counts |= {"ranks": ranks} | ({} if rest else {"ranks of a stage": together})
+        counts |= {} if stages == ranks else {"stages": stages}
+    for what, count in counts.items():
+        if count > 1 and math.isclose(cause.factor, count, rel_tol=1e-3):
             yield f"{count} = the number of {what}: is the loss, or its gradient, divided by it?"
-        elif count > 1 and _is_near(cause.factor * count, 1):
+        elif count > 1 and math.isclose(cause.factor * count, 1, rel_tol=1e-3):
             yield f"1/{count}, and {count} = the number of {what}: is anything divided twice by it?"
-
-
-def _counts(measured: Measured) -> Iterator[tuple[int, str]]:
-    ran = measured.ran
-    microbatches = {one.microbatch for one in measured.of("loss") if one.microbatch is not None}
-    if ran is not None or microbatches:
-        yield (len(microbatches) if ran is None else ran.microbatches), "microbatches"
-    if ran is not None:
-        yield len(ran.ranks), "ranks"
-        together, rest = divmod(len(ran.ranks), len({*ran.placement}) or 1)
-        if not rest:
-            yield together, "ranks of a stage"
-        if len(ran.placement) != len(ran.ranks):
-            yield len(ran.placement), "stages"
-
-
-def _is_near(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-3 * abs(other)

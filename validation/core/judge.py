@@ -6,15 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from pipeproof.core.comparison import Comparison, expect_operation, hold_claim, leave_out, tell_of_unmoved
-from pipeproof.core.execution import Execution, Headings
+from pipeproof.core.execution import Execution, where_of
 from pipeproof.core.floors import Floors
-from pipeproof.core.ledger import NOWHERE, Ledger
+from pipeproof.core.ledger import NOWHERE, Heading, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured
 from pipeproof.core.measuring import MeasuredFloors, is_wider, trace_of
@@ -23,9 +22,9 @@ from pipeproof.core.observe.elements import any_nonzero
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.oracle import Answer, Requirements
 from pipeproof.core.reason import Reason
-from pipeproof.core.routes import RouteJudge
+from pipeproof.core.routes import judge_routes
 from pipeproof.core.tolerance import error, is_rounded_to, same_bits
-from pipeproof.core.verdict import Crash, Mismatch, Tier, Verdict, overall
+from pipeproof.core.verdict import Crash, Tier, Verdict, overall
 from pipeproof.reference.step import Expected, Site
 
 LAWS = (
@@ -59,13 +58,6 @@ def scenarios(plan: Sequence[str]) -> list[Scenarios]:
     return laws
 
 
-class Where(TypedDict, total=False):
-    """A parameter's known rank and stage."""
-
-    rank: int
-    stage: int
-
-
 class Judge:
     """Asks the oracle about each planned operation, then compares."""
 
@@ -73,7 +65,6 @@ class Judge:
         self._required = required
         self._observed = observed
         self.ledger = Ledger(required.laws)
-        self._place = Headings(observed.schedule.placement)
         self._scenarios = scenarios(required.plan)
         self._evidence = self.ledger.empty_copy()  # evidence since the last update: it locates a fault
         self._found = self.ledger.empty_copy()  # results for the current operation
@@ -100,7 +91,7 @@ class Judge:
         for number, laws in enumerate(self._scenarios):
             if number and self.ledger.failed:
                 how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
-                for law in self._later_laws(number):
+                for law in set[str]().union(*self._scenarios[number:]).difference(*self._scenarios[:number]):
                     self.ledger.doubt(law, f"not judged: operation {number} {how}", Reason.EARLIER)
                 break
             self.ledger.held = self.ledger.exact if number else frozenset()
@@ -111,9 +102,6 @@ class Judge:
                 if one.name in _LOCATE and one.outcome == "unknown" and not one.checked:
                     self.ledger.miss(one.name, one.note)
         tell_of_unmoved(self.ledger, self._trained)
-
-    def _later_laws(self, number: int) -> set[str]:
-        return set[str]().union(*self._scenarios[number:]) - set[str]().union(*self._scenarios[:number])
 
     def _skip_what_does_not_apply(self) -> None:
         if not self._required.tied:
@@ -136,19 +124,24 @@ class Judge:
         execution = Execution(self._required, self._observed, evidence)
         backward = self._required.plan[number] != "eval"
         answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
-        at = self._comparison(number, laws, answer, results)
+        expected, wide = answer.expected, self._wide(number, answer)
+        sites = {site[1]: site for site in expected.gradients}
+        allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
+        operation = expect_operation(expected)
+        loss = operation.loss if self._required.every_rank else expected.loss
+        operation = replace(operation, gradients={**operation.gradients, **wide}, loss=loss)
+        at = Comparison(operation, allowed, results, number=number, scenarios=laws)
         for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
             hold_claim(evidence if claim.law == "initial-weights" else results, claim, number, laws)
-        same_start = self._same_start(at.onto(evidence), answer.expected)
+        same_start = self._same_start(replace(at, ledger=evidence), expected)
         self._results(at, answer)
-        decisive = "gradient" if answer.expected.gradients else "loss"
+        decisive = "gradient" if expected.gradients else "loss"
         right = bool(results.compared_names(decisive, number)) and not (results.failed or self.ledger.failed)
         routes = results.empty_copy()
-        RouteJudge(routes, number, laws, answer).judge(self._observed)
+        judge_routes(routes, number, laws, answer, self._observed)
         if right and self._required.results_decide:
-            routes.set_aside(
-                routes.mismatches, self._scenarios, "every result is right: it was not computed with these"
-            )
+            why = "every result is right: it was not computed with these"
+            routes.set_aside(routes.mismatches, self._scenarios, why)
         results.join(routes)
         if same_start or right:
             execution.crossings(number, laws)
@@ -165,53 +158,34 @@ class Judge:
         if right or (decide and results.failed and not wrong):
             self._set_aside("every result is right" if right else "no result is wrong")
         elif decide and self._required.plan[number] == "train":
-            calls = self._calls_of_right_stages(number, results)
-            evidence.set_aside(calls, self._scenarios, "gradients of the stage are right")
+            mismatches = [*evidence.mismatches, *results.mismatches]
+            wrong_stages = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
+            gradients = self._observed.gradients(number)
+            observed = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
+            self._set_aside("gradients of the stage are right", stages=observed - wrong_stages)
         if decide:
             doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
             execution.extra_calls(number, doubtful=doubtful)
             execution.report_uncompared(number, doubtful=doubtful)
         self.ledger.join(evidence)
-        others = set(self._required.laws) - {"parameters-once", *(m.law for m in evidence.mismatches)}
-        if any(m.law == "initial-weights" for m in evidence.mismatches):
-            for law in others:
-                self.ledger.doubt(law, "not judged: the weights differ before the step", Reason.EARLIER)
-        elif first := min((m.operation for m in evidence.mismatches if m.operation <= number), default=0):
-            for law in others:
-                self.ledger.doubt(law, f"not judged: operation {first} already disagrees", Reason.EARLIER)
+        laws = {m.law for m in evidence.mismatches}
+        first = min((m.operation for m in evidence.mismatches if m.operation <= number), default=0)
+        why = "the weights differ before the step" if "initial-weights" in laws else ""
+        why = why or f"operation {first} already disagrees" * bool(first)
+        if why:
+            for law in set(self._required.laws) - {"parameters-once"} - laws:
+                self.ledger.doubt(law, f"not judged: {why}", Reason.EARLIER)
         else:
             self.ledger.join(results)
         self._evidence = self.ledger.empty_copy()
 
-    def _set_aside(self, why: str) -> None:
-        """Demote evidence to remarks, except a rank's own trace."""
-        observed = [one for one in self._evidence.mismatches if not self._is_traced(one)]
-        self._evidence.set_aside(observed, self._scenarios, why)
-
-    def _calls_of_right_stages(self, number: int, results: Ledger) -> list[Mismatch]:
-        """Select call mismatches in stages with right gradients. They cannot cause faults elsewhere."""
-        mismatches = [*self._evidence.mismatches, *results.mismatches]
-        wrong = {m.stage for m in mismatches if m.law not in ("microbatches", "initial-weights")}
-        gradients = self._observed.gradients(number)
-        observed = {site[0] for site, one in gradients.items() if one is not None and any_nonzero(one)}
-        return [
-            m for m in mismatches if m.law == "microbatches" and m.stage in observed - wrong and not self._is_traced(m)
-        ]
-
-    def _is_traced(self, one: Mismatch) -> bool:
-        """True if the mismatch comes from a rank's own trace, a report rather than evidence."""
-        return one.law == "microbatches" and one.stage in self._required.traced
-
-    def _comparison(self, number: int, laws: Scenarios, answer: Answer, results: Ledger) -> Comparison:
-        """Build the comparison for operation ``number``."""
-        expected = answer.expected
-        sites = {site[1]: site for site in expected.gradients}
-        wide = self._wide(number, answer)
-        allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
-        operation = expect_operation(expected)
-        loss = operation.loss if self._required.every_rank else expected.loss
-        operation = replace(operation, gradients={**operation.gradients, **wide}, loss=loss)
-        return Comparison(operation, allowed, results, number=number, scenarios=laws)
+    def _set_aside(self, why: str, stages: Collection[int] | None = None) -> None:
+        """Demote evidence to remarks, except a rank's own trace, which is a report. ``stages``: their calls alone."""
+        every, traced = self._evidence.mismatches, self._required.traced
+        found = [m for m in every if m.law != "microbatches" or m.stage not in traced]
+        if stages is not None:
+            found = [m for m in found if m.law == "microbatches" and m.stage in stages]
+        self._evidence.set_aside(found, self._scenarios, why)
 
     def _results(self, at: Comparison, answer: Answer) -> None:
         """Compare losses, outputs, buffers, gradients, norm and weights."""
@@ -224,7 +198,10 @@ class Judge:
             self._gradients(at, expected)
             assert answer.follow is not None, "asked of a training step"
             at.follow(expected, self._observed.gradients(number), answer.follow)
-            self._norms(at)
+            for rank, operations in enumerate(self._observed.ranks):
+                norm = operations[number].norm
+                if norm is not None or self._required.every_rank:
+                    at.norm(math.nan if norm is None else norm, rank=rank)
             self._updates(at, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
@@ -258,7 +235,7 @@ class Judge:
         before = self._observed.before(at.number)
         order = {name: place for place, name in enumerate(expected.before)}
         for site in sorted(before, key=lambda site: order[site[1]]):
-            at.start(site[1], before[site], **self._where(site))
+            at.start(site[1], before[site], **where_of(self._observed, site[0]))
         if before:
             unseen = sorted(name for stage, name in self._required.expected - before.keys() if stage != NOWHERE)
             at.ledger.leave_out("initial-weights", unseen, "not observed before the step", hides=False)
@@ -301,22 +278,21 @@ class Judge:
         if not expected.buffers:
             at.ledger.skip("buffers", "the model has none")
         observed = self._observed.buffers(at.number)
-        missing = expected.buffers.keys() - {name for _, name in observed}
+        missing = sorted(expected.buffers.keys() - {name for _, name in observed})
         for name in missing if self._required.every_rank else ():
             at.buffer(name, None)
         if not self._required.every_rank and observed:
-            at.ledger.leave_out("buffers", sorted(missing), "not compared", hides=False)
+            at.ledger.leave_out("buffers", missing, "not compared", hides=False)
         for site, buffer in sorted(observed.items(), key=lambda item: item[0]):
-            at.buffer(site[1], buffer, **self._where(site))
+            at.buffer(site[1], buffer, **where_of(self._observed, site[0]))
 
     def _gradients(self, at: Comparison, expected: Expected) -> None:
         observed = self._observed.gradients(at.number)
         # From the last stage down, as gradients flow: the first mismatch lies nearest to the fault.
         for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
-            if (
-                site[0] != NOWHERE and site in self._required.expected
-            ):  # others are reported already, or are another name for a judged parameter
-                at.gradient(site[1], observed.get(site), **self._where(site))
+            # Others are reported already, or are another name for a judged parameter.
+            if site[0] != NOWHERE and site in self._required.expected:
+                at.gradient(site[1], observed.get(site), **where_of(self._observed, site[0]))
         self._copies(at, "gradient", observed)
 
     def _copies(self, at: Comparison, what: str, observed: Mapping[Site, Tensor | None]) -> None:
@@ -325,14 +301,9 @@ class Judge:
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._place.site("tied-copies", at.number, at.scenarios, other)
+                where = where_of(self._observed, other[0])
+                place = Heading.at("tied-copies", at.number, at.scenarios, parameter=other[1], **where)
                 at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
-
-    def _norms(self, at: Comparison) -> None:
-        for rank, operations in enumerate(self._observed.ranks):
-            observed = operations[at.number].norm
-            if observed is not None or self._required.every_rank:
-                at.norm(math.nan if observed is None else observed, rank=rank)
 
     def _updates(self, at: Comparison, expected: Expected, max_norm: float) -> None:
         if "updated-parameters" not in self._required.laws:
@@ -343,16 +314,12 @@ class Judge:
         unseen = sorted(name for stage, name in (updated & held) - observed.keys())
         at.ledger.leave_out("updated-parameters", unseen, "not observed after the step")
         for site in sorted(updated & observed.keys()):
-            at.parameter(site[1], observed[site], **self._where(site))
+            at.parameter(site[1], observed[site], **where_of(self._observed, site[0]))
         self._copies(at, "parameter", observed)
         norm = expected.norm or 0.0
         if norm <= max_norm < math.inf and at.number == self._required.plan.index("train"):
             never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
             at.ledger.doubt("updated-parameters", never, Reason.NOTHING)
-
-    def _where(self, site: Site) -> Where:
-        """Return a site's known rank and stage."""
-        return {} if site[0] == NOWHERE else {"rank": self._observed.schedule.placement[site[0]], "stage": site[0]}
 
 
 def judge_observed(required: Requirements, observed: Observed, *, measure: bool = False) -> Verdict:
@@ -364,28 +331,24 @@ def judge_observed(required: Requirements, observed: Observed, *, measure: bool 
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
         verdict = conclude(at.ledger, required.config, otherwise=required.oracle.precision)
         verdict = doubt_rounding(verdict.before_its_end(crash), required.oracle.nudged, required.oracle.products)
-    trained = [k for k, name in enumerate(required.plan) if name == "train"]
-    verdict = replace(verdict, mismatches=tuple(_with_operation(one, required.plan) for one in verdict.mismatches))
+    plan = required.plan
+    trained = [k for k, name in enumerate(plan) if name == "train"]
+    if len(plan) > 1:
+        named = tuple(replace(one, doing=plan[one.operation - 1]) for one in verdict.mismatches)
+        verdict = replace(verdict, mismatches=named)
     number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
     measured = replace(verdict.measured, ran=trace_of(observed, number))
     seconds = perf_counter() - began
     return replace(verdict, bindings=required.bindings, floor=floor, measured=measured, seconds=seconds)
 
 
-def _with_operation(one: Mismatch, plan: Sequence[str]) -> Mismatch:
-    """Add the operation's kind, for plans with several operations."""
-    return replace(one, doing=plan[one.operation - 1]) if len(plan) > 1 else one
-
-
 def conclude(
     ledger: Ledger, config: str, *, otherwise: Precision = FP32, rerun: str = "", seconds: float = 0.0
 ) -> Verdict:
     """Build a verdict from all ledger entries. ``otherwise``: see ``Ledger.tier``."""
-    laws = ledger.laws()
-    outcome = overall(laws)
+    outcome = overall(laws := ledger.laws())
     tier: Tier = ledger.tier(otherwise) if outcome == "pass" else "none"
-    measured = Measured(tuple(ledger.compared.values()))
-    found = tuple(ledger.mismatches)
+    measured, found = Measured(tuple(ledger.compared.values())), tuple(ledger.mismatches)
     return Verdict(config, outcome, tier, laws, found, rerun=rerun, seconds=seconds, measured=measured)
 
 

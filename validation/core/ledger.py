@@ -4,18 +4,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 from torch import Tensor
 
-from pipeproof.core.leads import Leads
-from pipeproof.core.limits import FP32, FP64, Precision
+from pipeproof.core.leads import Lead, doubts
+from pipeproof.core.limits import FP32, FP64, Precision, coarsest
 from pipeproof.core.measured import Compared
 from pipeproof.core.observe.elements import any_nonzero, is_rounded
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Doubt, Reason, reasons_of
-from pipeproof.core.sizes import brief_sizes, sizes
-from pipeproof.core.tolerance import Floor, same_bits
+from pipeproof.core.tolerance import Floor, same_bits, sizes
 from pipeproof.core.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What
 from pipeproof.pipeline.sizes import first_few
 
@@ -36,26 +36,26 @@ class _Entry:
     worst: float = 0.0
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
     entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # ``Heading.compared`` values
     left_out: dict[str, None] = field(default_factory=dict)
     reasons: dict[Reason, None] = field(default_factory=dict)
-    leads: Leads = field(default_factory=Leads)  # gradients, each too near to be a fault alone
+    leads: set[Lead] = field(default_factory=set)  # gradients, each too near to be a fault alone
 
     def add(self, other: "_Entry") -> None:
-        self.checked += other.checked
-        self.exact += other.exact
-        self.wrong += other.wrong
-        self.aside += other.aside
-        self.empty += other.empty
         if other.worst > self.worst:
             self.worst, self.floor = other.worst, other.floor
-        self.outcomes |= other.outcomes
-        self.notes += [note for note in other.notes if note not in self.notes]
-        self.entered |= other.entered
-        self.left_out |= other.left_out
-        self.reasons |= other.reasons
-        self.leads = self.leads.join(other.leads)
+        for name in ("checked", "exact", "wrong", "aside", "empty"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("outcomes", "notes", "entered", "left_out", "reasons", "leads"):
+            setattr(self, name, getattr(self, name) | getattr(other, name))
+
+
+class Where(TypedDict, total=False):
+    """A parameter's known rank and stage."""
+
+    rank: int
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Ledger:
     def __init__(self, laws: Sequence[str]) -> None:
         self._entries = {law: _Entry() for law in laws}
         self._skipped: dict[str, tuple[Outcome, str]] = {}
-        self._coarsest: Precision | None = None  # coarsest precision among inexact agreements
+        self._precisions: dict[Precision, None] = {}  # of inexact agreements, in order
         self.held: frozenset[str] = frozenset()  # laws whose rounding no narrow type excuses
         self.mismatches: list[Mismatch] = []
         self.compared: dict[tuple[object, ...], Compared] = {}  # by place; later operations replace earlier ones
@@ -131,8 +131,7 @@ class Ledger:
 
     def remark(self, law: str, note: str) -> None:
         """Note a fact about ``law`` without changing its outcome."""
-        if note not in self._entries[law].notes:
-            self._entries[law].notes.append(note)
+        self._entries[law].notes.setdefault(note)
 
     def leave_out(
         self, law: str, names: Sequence[str], why: str, reason: Reason = Reason.UNCOMPARED, *, hides: bool = True
@@ -161,7 +160,7 @@ class Ledger:
         """Enter a yes/no comparison. ``exact``: agreement means bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
-            self._differ(place.mismatch(found, expected, what, text=text))
+            self._note(place.mismatch(found, expected, what, text=text))
 
     def tensors(
         self,
@@ -176,19 +175,15 @@ class Ledger:
         """Compare two tensors. ``base``: compare movements from it. ``rounded``: allow storage rounding in last
         places."""
         if same_bits(observed, expected):
-            self._enter(place, "pass", exact=True)
-            self._keep(place, "pass")
-            self._lead(place, lambda: 1.0 if any_nonzero(expected) else None)
+            self._agree(place, lambda: any_nonzero(expected))
             return
-        allowed = floor()
-        size, outcome = allowed.compare(observed, expected, base=base, rounded=rounded)
-        allowed = allowed.reach(size, outcome)
+        size, outcome, allowed = floor().compare(observed, expected, base=base, rounded=rounded)
         if not is_rounded(expected.dtype):  # integers have no rounding: one off is wrong, however large they are
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
         if outcome == "unknown" and base is not None and size <= allowed.moved:
             self.leave_out(place.law, [str(place.where.parameter)], _MADE_MUCH_OF)
             return
-        self._enter_size(place, size, outcome, allowed, lambda: sizes(observed, expected, base))
+        self._differ(place, size, outcome, allowed, partial(sizes, observed, expected, base))
 
     def sketches(
         self,
@@ -207,9 +202,7 @@ class Ledger:
         """
         still = base is not None and (observed.digest, expected.digest) == (base[0].digest, base[1].digest)
         if observed.digest == expected.digest or still:
-            self._enter(place, "pass", exact=True)
-            self._keep(place, "pass")
-            self._lead(place, lambda: 1.0 if expected.norm else None)
+            self._agree(place, lambda: bool(expected.norm))
             return
         if not (math.isfinite(observed.norm) or math.isfinite(expected.norm)):
             self._enter(place, "pass")
@@ -226,56 +219,27 @@ class Ledger:
             passes = gap <= summed or (gap <= stored and usual == "pass")
             outcome = "pass" if passes else "unknown" if gap <= stored or usual != "fail" else outcome
         began = None if base is None else base[1].norm
-        self._enter_size(place, size, outcome, allowed, lambda: brief_sizes(observed, expected, began))
-
-    def _enter_size(
-        self, place: Heading, size: float, outcome: str, allowed: Floor, sizes: Callable[[], tuple[Size, Size]]
-    ) -> None:
-        """Enter a tensor comparison with relative error ``size``. ``sizes`` describes a mismatch in numbers."""
-        size = self._blind(place, allowed, size, outcome)
-        if outcome == "pass" and self._is_held(place, size, allowed):
-            outcome = "unknown"
-        self._enter(place, outcome, size=size, floor=allowed)
-        limit = allowed.limit or None
-        self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit)
-        if outcome != "pass":
-            self._differ(place.mismatch(*sizes(), "tensor", error=size, limit=limit))
-        if outcome != "fail":
-            self._lead(place, lambda: sizes()[0].factor, allowed)
-
-    def _lead(self, place: Heading, factor: Callable[[], float | None], floor: Floor | None = None) -> None:
-        """Note a gradient's factor over the expected gradient. Alone it is no fault."""
-        if place.law == _GRADIENT:
-            entry = self._entries[_GRADIENT]
-            entry.leads = entry.leads.join(Leads.one(place.compared, factor(), floor))
+        self._differ(place, size, outcome, allowed, partial(_brief_sizes, observed, expected, began))
 
     def estimate(self, place: Heading, size: float, allowed: Floor, found: str, expected: str) -> None:
         """Enter a lower bound ``size`` on a tensor's error. ``found`` and ``expected`` describe it."""
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            self._differ(place.mismatch(found, expected, "text", error=size, limit=allowed.limit or None))
+            self._note(place.mismatch(found, expected, "text", error=size, limit=allowed.limit or None))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Compare two numbers."""
-        both = {"observed": float(observed), "expected": float(expected)}
         if observed == expected:
-            self._enter(place, "pass", exact=True)
-            self._keep(place, "pass", **both)
+            self._agree(place, observed=float(observed), expected=float(expected))
             return
         allowed = floor()
         base = allowed.size or abs(expected)
-        size = abs(observed - expected) / base if base else float("inf")
-        size = size if size == size else float("inf")
-        outcome = allowed.number(size)
-        allowed = allowed.reach(size, outcome)
-        size = self._blind(place, allowed, size, outcome)
-        if outcome == "pass" and place.where.microbatch is not None and self._is_held(place, size, allowed):
-            outcome = "unknown"
-        self._enter(place, outcome, size=size, floor=allowed)
-        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **both)
-        if outcome != "pass":
-            self._differ(place.mismatch(observed, expected, "number", error=size, limit=allowed.limit or None))
+        size = abs(observed - expected) / base if base else math.inf
+        size = size if size == size else math.inf
+        outcome, allowed = allowed.number(size)
+        both = {"observed": float(observed), "expected": float(expected)}
+        self._differ(place, size, outcome, allowed, lambda: (observed, expected), **both)
 
     def forget(self, laws: Sequence[str]) -> None:
         """Remove unused ``laws``: without comparisons and notes."""
@@ -283,25 +247,9 @@ class Ledger:
             if law not in self._skipped and not (self._entries[law].checked or self._entries[law].notes):
                 del self._entries[law]
 
-    def empty(self, law: str, what: str, count: int = 1) -> None:
-        """Count passes blind to faults; ``what`` describes them."""
-        self._entries[law].empty[what] += count
-
-    def _blind(self, place: Heading, allowed: Floor, size: float, outcome: str) -> float:
-        """Return a comparison's error. Passes by rounding count as 0, so they never become the largest."""
-        stride = allowed.stride and size > allowed.limit
-        if outcome != "pass" or not (allowed.noise or stride):
-            return size
-        self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
-        return 0.0
-
-    def _is_held(self, place: Heading, size: float, allowed: Floor) -> bool:
-        """True if only a type narrower than fp32 excuses the error, while earlier laws agreed bit for bit."""
-        narrow = allowed.precision.unit > FP32.unit and size > FP32.least
-        held = place.law in self.held and narrow and not allowed.noise
-        if held:
-            self.remark(place.law, HELD.format(allowed.precision.name))
-        return held
+    def empty(self, law: str, what: str) -> None:
+        """Count a pass blind to faults; ``what`` describes it."""
+        self._entries[law].empty[what] += 1
 
     def set_aside(self, found: Sequence[Mismatch], scenarios: Sequence[frozenset[str]], why: str) -> None:
         """Demote mismatches to remarks; the count stays.
@@ -325,7 +273,7 @@ class Ledger:
         for law, theirs in other._entries.items():
             self._entries[law].add(theirs)
         self._skipped |= other._skipped
-        self._reach(other._coarsest)
+        self._precisions |= other._precisions
         self.mismatches += other.mismatches
         self.compared |= other.compared
 
@@ -340,7 +288,7 @@ class Ledger:
 
     def tier(self, otherwise: Precision) -> Tier:
         """Return the tier for a pass. ``otherwise``: the precision if no comparison implies it."""
-        return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
+        return "bitwise" if self.all_exact else coarsest([*self._precisions] or [otherwise]).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._skipped:
@@ -348,7 +296,7 @@ class Ledger:
             return LawResult(name, skipped, note=reason, reasons=reasons_of(reason))
         agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
         failed = "fail" in entry.outcomes
-        doubt = [] if failed else entry.leads.doubts(losses_agree=agree)
+        doubt = [] if failed else doubts(entry.leads, losses_agree=agree)
         nothing = entry.checked == entry.empty.total()  # no comparison, or none that can reveal a fault
         unknown = not failed and bool(doubt or nothing or "unknown" in entry.outcomes)
         empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
@@ -361,11 +309,49 @@ class Ledger:
         outcome: Outcome = "fail" if failed else "unknown" if unknown else "pass"
         return LawResult(name, outcome, *counts, note, tuple(entry.left_out), reasons)
 
+    def _agree(self, place: Heading, nonzero: Callable[[], bool] = lambda: False, **both: float) -> None:
+        """Enter equal bits. ``nonzero``: whether a factor would show; ``both``: the numbers, if they are no tensors."""
+        self._enter(place, "pass", exact=True)
+        self._keep(place, "pass", **both)
+        if place.law == _GRADIENT and nonzero():
+            self._entries[_GRADIENT].leads.add(Lead.of(place.compared, 1.0))
+
+    def _differ(
+        self,
+        place: Heading,
+        size: float,
+        outcome: str,
+        allowed: Floor,
+        values: Callable[[], tuple[Value, Value]],
+        **both: float,
+    ) -> None:
+        """Enter unequal bits, with relative error ``size``. ``values`` gives both sides; ``both``: as in ``_agree``."""
+        stride = allowed.stride and size > allowed.limit
+        if outcome == "pass" and (allowed.noise or stride):
+            self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
+            size = 0.0  # what passes by rounding never becomes the largest error
+        summed = place.law == "loss" and place.where.microbatch is None  # a sum may come right by chance
+        narrow = allowed.precision.unit > FP32.unit and size > FP32.least
+        if outcome == "pass" and place.law in self.held and narrow and not summed:
+            self.remark(place.law, HELD.format(allowed.precision.name))
+            outcome = "unknown"
+        self._enter(place, outcome, size=size, floor=allowed)
+        limit = allowed.limit or None
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit, **both)
+        if outcome == "pass" and place.law != _GRADIENT:
+            return
+        found, expected = values()
+        if outcome != "pass":
+            self._note(place.mismatch(found, expected, "number" if both else "tensor", error=size, limit=limit))
+        if outcome != "fail" and place.law == _GRADIENT and isinstance(found, Size) and found.factor is not None:
+            if not allowed.noise:
+                self._entries[_GRADIENT].leads.add(Lead.of(place.compared, found.factor, allowed))
+
     def _enter(
         self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: Floor | None = None
     ) -> None:
         if outcome == "pass" and floor is not None:
-            self._reach(floor.precision)
+            self._precisions.setdefault(floor.precision)
         for law in {place.law, *place.scenarios}:
             entry = self._entries[law]
             entry.checked += 1
@@ -376,8 +362,9 @@ class Ledger:
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
 
-    def _differ(self, mismatch: Mismatch) -> None:
-        self.mismatches += [] if mismatch.law in self._skipped else [mismatch]  # a half-observed law proves no fault
+    def _note(self, mismatch: Mismatch) -> None:
+        if mismatch.law not in self._skipped:  # a half-observed law proves no fault
+            self.mismatches.append(mismatch)
 
     def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
         """Store a comparison's numbers, for laws with entries per item."""
@@ -386,9 +373,14 @@ class Ledger:
             where = at.rank, at.stage, at.microbatch, at.parameter
             self.compared[place.law, *where] = replace(Compared(place.law, at.operation, outcome, *where), **numbers)
 
-    def _reach(self, precision: Precision | None) -> None:
-        if precision is not None and (self._coarsest is None or precision.unit > self._coarsest.unit):
-            self._coarsest = precision
+
+def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:
+    """Describe two sketches, as ``sizes`` does."""
+    if observed.shape != expected.shape:
+        return Size(observed.shape), Size(expected.shape)
+    cosine = observed.cosine(expected)
+    factor = None if cosine is None else cosine * observed.norm / expected.norm
+    return Size(observed.shape, observed.norm, began, factor, cosine), Size(expected.shape, expected.norm, began)
 
 
 _NOISE = Reason.ROUNDING.doubt("expected to be zero up to rounding: a fault would not show there")

@@ -4,8 +4,7 @@ A lost microbatch changes a sum along that microbatch's contribution; rounding s
 separate them.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,24 +13,17 @@ from pipeproof.core.limits import APART, HALF
 from pipeproof.core.tolerance import pieces
 
 
-@dataclass(frozen=True)
-class Makeup:
-    """parts: each microbatch's contribution to a sum. moved: share that rounding alone may seem to move."""
+def compare_shares(
+    expected: Tensor, others: Iterable[Tensor], parts: Sequence[Tensor | None], *, factor: float
+) -> Callable[[Tensor, Tensor], bool]:
+    """Return a test whether each microbatch has the same share in two sums.
 
-    parts: tuple[Tensor, ...]
-    moved: float
-
-    @classmethod
-    def measure(
-        cls, expected: Tensor, others: Iterable[Tensor], parts: Sequence[Tensor | None], *, factor: float
-    ) -> "Makeup":
-        """Measure ``moved`` on ``others``, the same sum rounded otherwise, times ``factor``."""
-        given = tuple(part for part in parts if part is not None and part.any())
-        return cls(given, factor * max((most_of(other, expected, given) for other in others), default=torch.inf))
-
-    def is_alike(self, observed: Tensor, expected: Tensor) -> bool:
-        """True if each microbatch has the same share in both. False if rounding may hide a difference."""
-        return self.moved < HALF and most_of(observed, expected, self.parts) < HALF
+    parts: each microbatch's contribution. Rounding alone may seem to move a share ``factor`` times as far as in
+    ``others``, the expected sum rounded otherwise: if that hides a difference, the test is False.
+    """
+    given = [part for part in parts if part is not None and part.any()]
+    moved = factor * max((most_of(other, expected, given) for other in others), default=torch.inf)
+    return lambda observed, wanted: moved < HALF and most_of(observed, wanted, given) < HALF
 
 
 def most_of(one: Tensor, other: Tensor, parts: Sequence[Tensor]) -> float:

@@ -1,5 +1,6 @@
 """Collect a verdict's numbers: executed actions, and measured floors."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from pipeproof.core.floors import Floors
 from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.measured import Done, Ran, Sight
 from pipeproof.core.observe.likeness import Likeness
-from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Observed
 from pipeproof.core.observe.recording import (
     FLOWED,
     FORWARD_POINTS,
@@ -41,35 +42,21 @@ def trace_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[S
         return None
     crossings = observed.crossings(number)
     if sights is None:
-        sights = _by_action(crossings)
+        sights = found = defaultdict[Action, list[Sight]](list)
+        for one in crossings:
+            point = Point(one.action.stage, one.action.microbatch, one.where)
+            agrees, error = one.same if one.judged or one.same else None, 0.0 if one.exact else one.error
+            found[one.action].append(sight(point, one.what, agrees, one.really, error=error, limit=one.limit))
     ranks: list[list[Done]] = [[] for _ in observed.ranks]
     where = {crossing.action: crossing.rank for crossing in crossings if crossing.rank is not None}
     for rank, row in enumerate(observed.ranks):
         for action in (action for action in row[number].executed if action.kind in COMPUTE):
-            ranks[where.get(action, rank)].append(_of_action(action, sights))
+            stage, kind, microbatch = action
+            known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
+            ranks[where.get(action, rank)].append(Done(stage, kind, known, tuple(sights.get(action, ()))))
     schedule = observed.schedule
     count = observed.counts[number] if observed.counts else schedule.microbatches
     return Ran(number + 1, count, schedule.placement, tuple(map(tuple, ranks)))
-
-
-def _of_action(action: Action, sights: Mapping[Action, Sequence[Sight]]) -> Done:
-    stage, kind, microbatch = action
-    known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
-    return Done(stage, kind, known, tuple(sights.get(action, ())))
-
-
-def _by_action(crossings: Sequence[Crossing]) -> dict[Action, list[Sight]]:
-    found: dict[Action, list[Sight]] = {}
-    for crossing in crossings:
-        found.setdefault(crossing.action, []).append(_of_crossing(crossing))
-    return found
-
-
-def _of_crossing(crossing: Crossing) -> Sight:
-    point = Point(crossing.action.stage, crossing.action.microbatch, crossing.where)
-    agrees = crossing.same if crossing.judged or crossing.same else None
-    error = 0.0 if crossing.exact else crossing.error
-    return sight(point, crossing.what, agrees, crossing.really, error=error, limit=crossing.limit)
 
 
 def sight(
@@ -140,4 +127,4 @@ class MeasuredFloors:
     def update(self, name: str) -> Floor:
         if name in self.wide or self.floors is None:
             return self.gradient(name)
-        return self.floors.update_floor(self.sites[name])
+        return self.floors.update(self.sites[name])

@@ -25,14 +25,11 @@ class Size:
     def __str__(self) -> str:
         if self.norm is None:
             return f"shape {list(self.shape)}"
-        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{self._likeness_text()}"
-
-    def _likeness_text(self) -> str:
-        if self.factor is None or self.cosine is None:
-            return ""
         # A tensor in another direction is no multiple, whatever its length.
-        times = f", {self.factor:.6g} times expected" if abs(self.cosine) > _SAME_WAY else ""
-        return f"{times}, cosine {self.cosine:.6f}"
+        same_way = self.factor is not None and self.cosine is not None and abs(self.cosine) > _SAME_WAY
+        times = f", {self.factor:.6g} times expected" if same_way else ""
+        cosine = "" if self.factor is None or self.cosine is None else f", cosine {self.cosine:.6f}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{times}{cosine}"
 
 
 # Kind of compared value, which decides its text. "text": words alone.

@@ -6,7 +6,7 @@ too.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -89,12 +89,9 @@ class Nudged:
         far = {"loss": self.loss, "grad-norm": self.norm}.get(one.law, self.gradients.get(name, 0.0))
         if one.law == "updated-parameters":
             far = max(far, self.updates.get(name, 0.0))
-        return one.error <= NUDGED * far and (one.law != "gradient" or self._leads(name, one.observed))
-
-    def _leads(self, name: str, found: object) -> bool:
-        """True if a gradient's measured lead covers the observed factor."""
-        times = found.factor if isinstance(found, Size) else None
-        return times is None or abs(times - 1) <= self.leads.get(name, 0.0)
+        times = one.observed.factor if one.law == "gradient" and isinstance(one.observed, Size) else None
+        led = times is None or abs(times - 1) <= self.leads.get(name, 0.0)
+        return led and one.error <= NUDGED * far
 
 
 def _reach(found: dict[str, float], name: str, far: float) -> None:
@@ -124,15 +121,15 @@ class OtherProducts:
         """
         gradients = [one for one in verdict.measured.of("gradient") if one.error or not one.floor]
         off = {one.parameter for one in gradients if one.outcome != "pass"}
-        return 2 * len(off) >= len(gradients) > 0 and all(self._explains(one, off) for one in wrong)
-
-    def _explains(self, one: Mismatch, off: set[str | None]) -> bool:
-        if one.law == "updated-parameters":  # optimizers may amplify little
-            return one.parameter in off
-        if one.law == "boundaries":  # another microbatch's tensor, or a part, would move gradients far
-            return True
         unit = max(BY_NAME[self.expected].unit, BY_NAME[self.observed].unit)
-        return one.error is not None and one.error <= _UNITS.get(one.law, 0) * unit
+
+        def explains(one: Mismatch) -> bool:
+            if one.law == "updated-parameters":  # optimizers may amplify little
+                return one.parameter in off
+            # At a boundary, another microbatch's tensor, or a part, would move gradients far.
+            return one.law == _LOCATES or (one.error is not None and one.error <= _UNITS.get(one.law, 0) * unit)
+
+        return 2 * len(off) >= len(gradients) > 0 and all(map(explains, wrong))
 
     @property
     def note(self) -> str:
@@ -155,9 +152,16 @@ def doubt_rounding(
     ``moved`` measures movement for an operation; it costs much, so it runs last. ``products``: products computed
     otherwise.
     """
-    wrong = list(_failing(verdict)) if verdict.outcome == "fail" and not verdict.stopped else []
+    if verdict.outcome != "fail" or verdict.stopped:
+        return verdict
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+    places = {outcome: set[tuple[object, ...]]() for outcome in ("unknown", "fail")}
+    for compared in verdict.measured.compared:
+        places.get(compared.outcome, set()).add(_about(compared))
+    doubtful = places["unknown"] - places["fail"]
     first = min((one.operation for one in verdict.mismatches), default=0)  # later faults follow from it
-    wrong = [one for one in wrong if one.operation == first]
+    proven = (one for one in verdict.mismatches if one.law in failed and not one.within and _about(one) not in doubtful)
+    wrong = [one for one in proven if one.operation == first]
     if not wrong:
         return verdict
     try:
@@ -169,16 +173,6 @@ def doubt_rounding(
     except Exception:  # any type: the user's model runs again
         return verdict
     return verdict if found is None or not all(map(found.explains, results)) else _in_doubt(verdict, _NOTE)
-
-
-def _failing(verdict: Verdict) -> Iterator[Mismatch]:
-    """Yield mismatches with a proven fault."""
-    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
-    places = {outcome: set[tuple[object, ...]]() for outcome in ("unknown", "fail")}
-    for compared in verdict.measured.compared:
-        places.get(compared.outcome, set()).add(_about(compared))
-    doubtful = places["unknown"] - places["fail"]
-    return (one for one in verdict.mismatches if one.law in failed and not one.within and _about(one) not in doubtful)
 
 
 def _about(one: Mismatch | Compared) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ A narrow type rounds as much as an update moves weights, so sizes prove nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,9 +34,11 @@ class Given(NamedTuple):
     loss: float
     gradients: Mapping[str, Gradient]
 
-    def of(self, microbatch: int | None) -> float:
-        """Return a microbatch's loss; None: the total."""
-        return self.loss if microbatch is None else self.losses[microbatch]
+    def of(self, what: str | int | None) -> Gradient:
+        """Return a parameter's gradient, a microbatch's loss, or the total."""
+        if isinstance(what, str):
+            return self.gradients.get(what)
+        return torch.tensor([self.loss if what is None else self.losses[what]], dtype=torch.float64)
 
 
 WithWeights = Callable[[Mapping[str, Tensor]], Given | None]  # None: it fails to run
@@ -107,9 +109,14 @@ def hold_to_old_weights(verdict: Verdict, look: Callable[[], Step]) -> Verdict:
 
 
 def find_old_weights(step: Step) -> OldWeights | None:
-    """Return the old weights with which the reference reproduces the step, or None."""
-    play, observed = step.with_weights, _ObservedStep.of(step)
-    if play is None or step.right is None or not observed.moved:
+    """Return the old weights with which the reference reproduces the step, or None.
+
+    Then no microbatch's loss agrees, and all values are far nearer to the reference with these weights.
+    """
+    play, values = step.with_weights, _values(step)
+    loss_agrees = [same_bits(*pair) for what, pair in values.items() if not isinstance(what, str)]
+    moved = not any(loss_agrees) and not all(same_bits(*pair) for pair in values.values())
+    if play is None or step.right is None or not moved:
         return None
     known, number = step.right.weights, step.verdict.mismatches[0].operation
     for ago, earlier in enumerate(step.earlier_weights, start=1):
@@ -118,8 +125,10 @@ def find_old_weights(step: Step) -> OldWeights | None:
             same = {one for one in names if (now := known.get(one)) is not None and same_bits(earlier[one], now)}
             other = {name: earlier[name] for name in names - same}
             given = play(other) if other else None
-            if given is not None and observed.is_nearer(given):
-                return OldWeights(stages, max(0, number - ago), observed.is_that(given))
+            if given is not None and all(_is_nearer(*pair, given.of(what)) for what, pair in values.items()):
+                pairs = ((given.of(what), observed) for what, (observed, _) in values.items())
+                exact = all(one is not None and same_bits(observed, one) for one, observed in pairs)
+                return OldWeights(stages, max(0, number - ago), exact)
     return None
 
 
@@ -129,46 +138,21 @@ def _candidates(placement: Sequence[int]) -> Iterator[tuple[int, ...]]:
     yield from dict.fromkeys([tuple(range(len(placement))), *ranks, *((stage,) for stage in range(len(placement)))])
 
 
-@dataclass(frozen=True)
-class _ObservedStep:
-    """A step's observed and expected values: losses by microbatch (None: total), and gradients."""
-
-    losses: Mapping[int | None, tuple[float, float]]
-    gradients: Mapping[str, tuple[Tensor, Tensor]]
-
-    @classmethod
-    def of(cls, step: Step) -> "_ObservedStep":
-        number = min(one.operation for one in step.verdict.mismatches)
-        losses = [one for one in step.verdict.measured.of("loss") if one.operation == number]
-        expected = {name: one for (_, name), one in step.expected.gradients.items()}
-        there = step.gradients if step.operation == "train" else {}  # otherwise they belong to no expected sum
-        pairs = ((name, one, expected.get(name)) for (_, name), one in there.items())
-        return cls(
-            {
-                one.microbatch: (one.observed, one.expected)
-                for one in losses
-                if one.observed is not None and one.expected is not None
-            },
-            {name: (one, right) for name, one, right in pairs if one is not None and right is not None},
-        )
-
-    @property
-    def moved(self) -> bool:
-        """True if other weights may explain it: then no microbatch's loss agrees."""
-        same = [found == expected for found, expected in self.losses.values()]
-        return not any(same) and (bool(same) or any(not same_bits(*pair) for pair in self.gradients.values()))
-
-    def is_nearer(self, given: Given) -> bool:
-        """True if all values are far nearer to ``given`` than to the expectation."""
-        losses = [(torch.tensor(pair, dtype=torch.float64), given.of(m)) for m, pair in self.losses.items()]
-        numbers = all(_is_nearer(one[:1], one[1:], one.new_tensor([played])) for one, played in losses)
-        return numbers and all(_is_nearer(*pair, given.gradients.get(name)) for name, pair in self.gradients.items())
-
-    def is_that(self, given: Given) -> bool:
-        """True if all values equal ``given`` bit for bit."""
-        played = ((one, given.gradients.get(name)) for name, (one, _) in self.gradients.items())
-        same = all(other is not None and same_bits(one, other) for one, other in played)
-        return same and all(found == given.of(microbatch) for microbatch, (found, _) in self.losses.items())
+def _values(step: Step) -> dict[str | int | None, tuple[Tensor, Tensor]]:
+    """Return observed and expected values: losses by microbatch (None: total), and gradients by parameter."""
+    number = min(one.operation for one in step.verdict.mismatches)
+    losses = [one for one in step.verdict.measured.of("loss") if one.operation == number]
+    values: dict[str | int | None, tuple[Tensor, Tensor]] = {}
+    for one in losses:
+        if one.observed is not None and one.expected is not None:
+            pair = torch.tensor([[one.observed], [one.expected]], dtype=torch.float64)
+            values[one.microbatch] = pair[0], pair[1]
+    expected = {name: one for (_, name), one in step.expected.gradients.items()}
+    there = step.gradients if step.operation == "train" else {}  # otherwise they belong to no expected sum
+    for (_, name), gradient in there.items():
+        if gradient is not None and (right := expected.get(name)) is not None:
+            values[name] = gradient, right
+    return values
 
 
 def _is_nearer(observed: Tensor, expected: Tensor, played: Gradient) -> bool:

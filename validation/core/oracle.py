@@ -41,17 +41,14 @@ class Oracle(Protocol):
 
     def nudged(self, number: int) -> Nudged | None:
         """Measure movement under weights one rounding off in operation ``number``. None if unknown."""
+        return None
 
     def products(self, number: int) -> OtherProducts | None:
         """Return products that ranks rounded otherwise in operation ``number``, or None."""
+        return None
 
 
-def precision_of_reference(reference: Reference) -> Precision:
-    """Return the reference parameters' precision, usually one dtype's."""
-    return precision_among(reference.model.parameters())
-
-
-class LiveOracle:
+class LiveOracle(Oracle):
     """Runs the reference through a plan. ``batches`` and ``max_norm`` take an operation's number."""
 
     def __init__(
@@ -71,7 +68,7 @@ class LiveOracle:
     @property
     def precision(self) -> Precision:
         """The reference parameters' precision."""
-        return precision_of_reference(self._reference)
+        return precision_among(self._reference.model.parameters())
 
     def answer(self, number: int, orders: Mapping[int, Sequence[int]]) -> Answer:
         """Run operation ``number``."""
@@ -89,12 +86,6 @@ class LiveOracle:
     def _follow(self, max_norm: float, gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
         norm = self._reference.norm(gradients)
         return norm, self._reference.step(gradients, clip_factor(norm, max_norm or self._reference.recipe.max_norm))
-
-    def nudged(self, number: int) -> None:
-        """Return None: our own runtime must agree bit for bit."""
-
-    def products(self, number: int) -> None:
-        """Return None: our own runtime computes as this process does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,15 +89,12 @@ class Replicas:
         """Raise ``ReplicasError`` for impossible replicas."""
         if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:
             raise ReplicasError(f"ranks is {list(self.of)}: expected the number of each rank's replica, from 0 on")
+        numbers = f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
         if self.microbatches < self.count:
-            raise ReplicasError(f"{self._numbers}: expected at least one for each")
+            raise ReplicasError(f"{numbers}: expected at least one for each")
         if self.in_step and self.microbatches % self.count:
             why = f"ranks along {self.in_step} wait for each other in every microbatch"
-            raise ReplicasError(f"{self._numbers}: expected a multiple, because {why}")
-
-    @property
-    def _numbers(self) -> str:
-        return f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
+            raise ReplicasError(f"{numbers}: expected a multiple, because {why}")
 
 
 def _check_count(count: int, said: object) -> int:

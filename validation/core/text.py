@@ -8,14 +8,13 @@ details omit nothing.
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipeproof.core.cause import KINDS, Cause, Cells, join_numbers
+from pipeproof.core.cause import KINDS, Cause
 from pipeproof.core.findings import Findings, LawResult
-from pipeproof.core.mismatch import Mismatch, Size, Value, small
+from pipeproof.core.mismatch import Mismatch, Size, small
 from pipeproof.core.observe.stack import Line
 from pipeproof.pipeline.sizes import digits, shorten, some
 
 _LINES, _COLUMNS, _LABEL = 14, 100, 14
-_FEW = 3  # microbatches that a sentence lists
 _WIDTH = _COLUMNS - _LABEL - 2  # room beside a label
 # Sections to shorten when a text has too many lines, each with its minimum.
 _LEAST: Sequence[tuple[str, int]] = (
@@ -24,8 +23,7 @@ _LEAST: Sequence[tuple[str, int]] = (
     *(("or", 0), ("", 2)),
 )
 _TEXTS = {"", "stopped", "cause", "right", "not compared", "wrong", "shown by", "open", "try", "mismatch"}
-CAUSES = 3  # causes, or alternative explanations, to print
-_SHOWN = 4  # mismatches to print; the rest are counted
+LISTED = 3  # causes, explanations, later mismatches, or microbatches to print; the rest are counted
 
 
 def brief(verdict: Findings) -> str:
@@ -34,7 +32,7 @@ def brief(verdict: Findings) -> str:
         missed = [law.name for law in verdict.laws if law.outcome == "not observed"]
         left = f"; not compared: {', '.join(missed)}" if missed else ""
         return f"{verdict.word.upper()} {headline(verdict)}{left}"
-    first = _wrap(f"{verdict.word.upper()} {sentence(verdict)}", _COLUMNS - 2, 5)
+    first = _wrap(f"{verdict.word.upper()} {sentence(verdict)}", 5, width=_COLUMNS - 2)
     sections = {"": first} | {label: lines for label, lines in _sections(verdict) if lines}
     for label, least in _LEAST:
         over = sum(map(len, sections.values())) - _LINES
@@ -61,12 +59,10 @@ def sentence(verdict: Findings) -> str:
 
 def cause_sentence(cause: Cause, *, before: str = "") -> str:
     """Describe a cause after its stage and rank. ``before``: words between place and cause."""
-    stages = cause.stages or (() if cause.stage is None else (cause.stage,))
-    ranks = cause.ranks or (() if cause.rank is None else (cause.rank,))
-    of_stages, of_ranks = _join_numbered("stage", stages), _join_numbered("rank", ranks)
-    place = f"{of_stages} ({of_ranks})" if stages and ranks else of_stages or of_ranks
-    microbatches = _join_numbered("microbatch", cause.microbatches) if len(cause.microbatches) <= _FEW else ""
-    place = ", ".join(filter(None, [place, microbatches, cause.parameter])) or "everywhere"
+    stages, ranks, microbatches = cause.numbered
+    place = f"{stages} ({ranks})" if stages and ranks else stages or ranks
+    few = microbatches if len(cause.microbatches) <= LISTED else ""
+    place = ", ".join(filter(None, [place, few, cause.parameter])) or "everywhere"
     times = "" if cause.factor in (None, 1.0) else f" (x{digits(cause.factor)})"
     return f"{place}: {before}{KINDS[cause.kind]}{times}"
 
@@ -76,42 +72,49 @@ def _sections(verdict: Findings) -> Iterator[tuple[str, list[str]]]:
     causes = verdict.causes if not verdict.failure else ()
     lines = [one for cause in causes[:1] for one in cause.own_lines()]
     yield "at", [shorten(str(one), _WIDTH) for one in [*lines, *verdict.failed_at][:2]]
-    yield "mismatch", [row for one in verdict.mismatches[:1] for row in _wrap(_first(verdict, one), _WIDTH)]
-    yield "shown by", _wrap(causes[0].detail, _WIDTH) if causes else []
+    yield "mismatch", [row for one in verdict.mismatches[:1] for row in _wrap(_first(verdict, one))]
+    yield "shown by", _wrap(causes[0].detail) if causes else []
     yield "and", [shorten(cause_sentence(one), _WIDTH) for one in causes[1:]]
     sentences = [cause_sentence(one[0]) for one in verdict.alternatives[:1]]
     yield "or", [shorten(one, _WIDTH) for one in sentences if one != sentence(verdict)]
     yield "ranks", [shorten(one, _WIDTH) for one in verdict.ranks or verdict.failure.splitlines()]
-    yield "stopped", _wrap(f"{verdict.stopped}, before all was compared" if verdict.stopped else "", _WIDTH)
-    yield "cause", _wrap(f"not looked for: {verdict.unsought}" if verdict.unsought else "", _WIDTH)
-    yield "open", [] if causes else [row for one in verdict.undecided[:1] for row in _wrap(one, _WIDTH)]
-    yield "try", [row for one in verdict.next[:1] for row in _wrap(one, _WIDTH, 3)]
-    yield "gradients", _matrix(verdict.cells)
+    yield "stopped", _wrap(f"{verdict.stopped}, before all was compared" if verdict.stopped else "")
+    yield "cause", _wrap(f"not looked for: {verdict.unsought}" if verdict.unsought else "")
+    yield "open", [] if causes else [row for one in verdict.undecided[:1] for row in _wrap(one)]
+    yield "try", [row for one in verdict.next[:1] for row in _wrap(one, 3)]
+    table = verdict.cells.lines() if verdict.cells and verdict.cells.known and not verdict.cells.right else []
+    yield "gradients", [shorten(row, _WIDTH) for row in table]
     wrong = [law for law in verdict.laws if law.outcome == "fail"]
     more = causes or verdict.headline or any(law.note for law in wrong)  # otherwise the first line says it
-    yield "wrong", _wrap(_differences(wrong), _WIDTH) if more else []
+    far = [f", up to {small(law.worst)}" * bool(law.worst) for law in wrong]
+    broken = ", ".join(f"{law.name} ({law.wrong} of {law.checked}{most})" for law, most in zip(wrong, far, strict=True))
+    notes = dict.fromkeys(law.note for law in wrong if law.note)
+    yield "wrong", _wrap("; ".join([broken, *notes])) if more else []
     right = [law for law in verdict.laws if law.outcome == "pass"]
-    yield "right", _wrap(_agreement(right), _WIDTH) if right else []
+    checked, exact = sum(law.checked for law in right), sum(law.exact for law in right)
+    how = "bit for bit" if exact == checked else f"{exact} bit for bit"
+    yield "right", _wrap(f"{some(checked, 'comparison')}, {how}: {_names(right)}") if right else []
     others = () if verdict.outcome == "unknown" else ("unknown",)
     missed = by_note([law for law in verdict.laws if law.outcome in ("not observed", *others)])
-    yield "not compared", _wrap("; ".join(f"{_names(laws)}: {note}" for note, laws in missed), _WIDTH)
+    yield "not compared", _wrap("; ".join(f"{_names(laws)}: {note}" for note, laws in missed))
     yield "again", [verdict.replay]
-    rest = _rest(verdict)
+    counts = {"difference": verdict.mismatches, "cause": verdict.causes, "explanation": verdict.alternatives}
+    every = [some(len(of), what) for what, of in (counts | {"law": verdict.laws}).items() if len(of) > 1]
+    rest = ", ".join([*every, *["stacks"] * bool(verdict.ranks)])
     yield "more", [f"{rest}: -v, or verdict.details"] if rest else []
 
 
 def _first(verdict: Findings, first: Mismatch) -> str:
     """Describe the first mismatch with its place."""
-    run_name, reference_name = verdict.sides
+    run, reference = verdict.sides
     observed, expected = (
-        _short(first.observed, first.text_beside(reference_name)),
-        _short(first.expected, first.expected_text),
+        f"norm {value.norm:.4g}" if isinstance(value, Size) and value.norm is not None else text
+        for value, text in (
+            (first.observed, first.text_beside(reference)),
+            (first.expected, first.expected_text),
+        )
     )
-    values = (
-        f"{observed}, {reference_name} {expected}"
-        if verdict.judged
-        else f"{reference_name} {expected}, {run_name} {observed}"
-    )
+    values = f"{observed}, {reference} {expected}" if verdict.judged else f"{reference} {expected}, {run} {observed}"
     apart = "" if first.error is None else f"; relative error {small(first.error)}"
     rank = "" if first.rank is None else f", rank {first.rank}"
     known = first.action is not None and first.microbatch is not None  # an action's name includes its stage
@@ -119,52 +122,13 @@ def _first(verdict: Findings, first: Mismatch) -> str:
     return f"{where}{first.later}: {values}{apart}"
 
 
-def _short(value: Value, text: str) -> str:
-    """Shorten a value: a tensor's norm, otherwise ``text``."""
-    return text if not isinstance(value, Size) or value.norm is None else f"norm {value.norm:.4g}"
-
-
-def _matrix(cells: Cells | None) -> list[str]:
-    """Tabulate gradient coefficients, one row per group of equal stages."""
-    if cells is None or cells.right or not cells.known:
-        return []
-    return [shorten(row, _WIDTH) for row in cells.lines()]
-
-
-def _differences(laws: Sequence[LawResult]) -> str:
-    """List broken laws with their largest errors."""
-    worst = [f", up to {small(law.worst)}" * bool(law.worst) for law in laws]
-    broken = ", ".join(f"{law.name} ({law.wrong} of {law.checked}{far})" for law, far in zip(laws, worst, strict=True))
-    return "; ".join([broken, *dict.fromkeys(law.note for law in laws if law.note)])
-
-
-def _agreement(laws: Sequence[LawResult]) -> str:
-    """List laws that hold, with comparison counts."""
-    checked, exact = sum(law.checked for law in laws), sum(law.exact for law in laws)
-    how = "bit for bit" if exact == checked else f"{exact} bit for bit"
-    return f"{some(checked, 'comparison')}, {how}: {_names(laws)}"
-
-
 def _names(laws: Sequence[LawResult]) -> str:
     return ", ".join(law.name for law in laws)
 
 
-def _rest(verdict: Findings) -> str:
-    """Count what only the details print."""
-    counts = {
-        "difference": len(verdict.mismatches),
-        "cause": len(verdict.causes),
-        "explanation": len(verdict.alternatives),
-        "law": len(verdict.laws),
-    }
-    counted = [some(count, what) for what, count in counts.items() if count > 1]
-    return ", ".join([*counted, *(["stacks"] if verdict.ranks else [])])
-
-
-def _wrap(text: str, width: int, most: int = 2) -> list[str]:
+def _wrap(text: str, most: int = 2, *, width: int = _WIDTH) -> list[str]:
     """Wrap ``text`` into at most ``most`` rows, and cut the rest."""
-    rows = textwrap.wrap(text, width, break_on_hyphens=False)
-    return _cut(rows, most, text=True)
+    return _cut(textwrap.wrap(text, width, break_on_hyphens=False), most, text=True)
 
 
 def _cut(rows: Sequence[str], most: int, *, text: bool) -> list[str]:
@@ -175,19 +139,11 @@ def _cut(rows: Sequence[str], most: int, *, text: bool) -> list[str]:
     return [*rows[: most - 1], f"{last if len(last) <= _WIDTH - 2 else last.rpartition(' ')[0]} …"]
 
 
-def _join_numbered(what: str, numbers: Sequence[int]) -> str:
-    return (
-        f"{what}{('es' if what.endswith('ch') else 's') * (len(numbers) > 1)} {join_numbers(numbers)}"
-        if numbers
-        else ""
-    )
-
-
 def details(verdict: Findings) -> str:
     """Print the whole verdict, uncut, one item per line."""
     rows = [f"{verdict.word.upper()} {headline(verdict)}", *_causes(verdict)]
     if verdict.failure:
-        rows += [verdict.failure, *_next(verdict)]
+        rows += [verdict.failure, *_label("next", verdict.next[:LISTED])]
     if verdict.mismatches:
         first = verdict.mismatches[0]
         found, expected = verdict.sides
@@ -196,9 +152,10 @@ def details(verdict: Findings) -> str:
         (a, one), (b, other) = values if verdict.judged else reversed(values)  # in the order of their names
         rows += [f"  {a:<9} {one}", f"  {b:<9} {other}{first.allowance}"]
     rows.append(f"  bindings  {verdict.bindings}" if verdict.bindings else f"  case      {verdict.config}")
-    rows += [f"  then      {mismatch.line(verdict.sides[1])}" for mismatch in verdict.mismatches[1:_SHOWN]]
-    if len(verdict.mismatches) > _SHOWN:
-        rows.append(f"  then      and {len(verdict.mismatches) - _SHOWN} more")
+    later = verdict.mismatches[1:]
+    rows += [f"  then      {mismatch.line(verdict.sides[1])}" for mismatch in later[:LISTED]]
+    if len(later) > LISTED:
+        rows.append(f"  then      and {len(later) - LISTED} more")
     return "\n".join([*rows, *_laws(verdict), f"  replay    {verdict.replay}"])
 
 
@@ -229,11 +186,11 @@ def by_note(laws: Sequence[LawResult]) -> list[tuple[str, list[LawResult]]]:
 def _causes(verdict: Findings) -> list[str]:
     shown = [cause for cause in verdict.causes if not (verdict.ended and cause.detail in headline(verdict))]
     rows = _conjunction("cause", shown)
-    for causes in verdict.alternatives[:CAUSES]:
+    for causes in verdict.alternatives[:LISTED]:
         rows += _conjunction("or", causes)
-    if len(verdict.alternatives) > CAUSES:
-        rows += _label("or", [f"{len(verdict.alternatives) - CAUSES} more explanations"])
-    rows += [] if verdict.failure else _next(verdict)
+    if len(verdict.alternatives) > LISTED:
+        rows += _label("or", [f"{len(verdict.alternatives) - LISTED} more explanations"])
+    rows += [] if verdict.failure else _label("next", verdict.next[:LISTED])
     if verdict.stopped:
         rows += _label("stopped", [f"before all was compared: {verdict.stopped}"])
     if verdict.unsought:
@@ -242,10 +199,6 @@ def _causes(verdict: Findings) -> list[str]:
         rows += _label("cause", [f"unknown{': the evidence does not decide' if verdict.undecided else ''}"])
     rows += _label("found", verdict.cells.lines() if verdict.cells is not None else [])
     return [*rows, *_label("open", verdict.undecided), *_label("ruled out", map(str, verdict.ruled_out))]
-
-
-def _next(verdict: Findings) -> list[str]:
-    return _label("next", verdict.next[:CAUSES])
 
 
 def _laws(verdict: Findings) -> list[str]:
@@ -268,12 +221,12 @@ def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
     """List causes that hold together, and count those beyond the limit."""
     rows = []
     shown: set[Line] = set()
-    for cause in causes[:CAUSES]:
+    for cause in causes[:LISTED]:
         rows += _label(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
         own = {one.line for one in cause.lines}
         rows += _label("ran at", cause.own_lines() if not own <= shown else ())
         label, shown = "and", shown | own
-    left = len(causes) - CAUSES
+    left = len(causes) - LISTED
     return rows + (_label("and", [f"{left} more"]) if left > 0 else [])
 
 

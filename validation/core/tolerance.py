@@ -13,18 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import (
-    ALONG,
-    AS_LONG,
-    FP32,
-    FP64,
-    HARDLY,
-    LEAD,
-    LED,
-    MANY,
-    Precision,
-    precision_of,
-)
+from pipeproof.core.limits import ALONG, AS_LONG, FP32, FP64, HARDLY, LEAD, LED, MANY, Precision, coarsest, precision_of
+from pipeproof.core.mismatch import Size
 from pipeproof.core.observe.elements import any_nonzero, bits, has_fp64, in_fp64, is_rounded
 
 Key = TypeVar("Key")
@@ -122,38 +112,37 @@ class Floor:
 
     def compare(
         self, observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False
-    ) -> tuple[float, str]:
-        """Return the tensors' error, relative to ``size`` for pure rounding, and its outcome."""
+    ) -> tuple[float, str, "Floor"]:
+        """Return the tensors' error, relative to ``size`` for pure rounding, its outcome, and the floor behind it.
+
+        That floor is ``sums`` alone, if it decides.
+        """
+        floor = replace(self, alike=None)  # drops the microbatches' contributions
         if self.noise:
             size = distance(observed, expected) / self.size
-            return size, self.outcome(size)
+            return size, self.outcome(size), floor
         size = error(observed, expected, base=base, rounded=rounded)
         outcome = self.outcome(size)
         if outcome == "unknown" and size <= self.limit and self.alike is not None and self.alike(observed, expected):
             outcome = "pass"
         if outcome == "pass" and size > self.lead and lead(observed, expected) > self.lead:
             outcome = "unknown"
-        if self.sums is not None:
-            passes = self.sums.outcome(size) == "pass"
-            narrow = size > self.sums.limit and is_rounded_to(self.precision, observed, expected)
-            return size, "pass" if passes else "fail" if narrow else outcome
+        if self.sums is not None and self.sums.outcome(size) == "pass":
+            return size, "pass", self.sums
+        if self.sums is not None and size > self.sums.limit and is_rounded_to(self.precision, observed, expected):
+            return size, "fail", floor if self.outcome(size) == "fail" else self.sums
+        if outcome == "unknown" and self.lead < size <= self.limit:
+            floor = replace(floor, precision=replace(self.precision, least=self.lead, most=self.lead))
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
             outcome = "pass" if 1 / AS_LONG <= far <= AS_LONG else outcome
-        return size, outcome
+        return size, outcome, floor
 
-    def reach(self, error: float, outcome: str = "pass") -> "Floor":
-        """Return the floor behind an outcome: ``sums`` alone, if it decides."""
-        narrow = outcome == "fail" and self.outcome(error) != outcome
-        if self.sums is not None and (narrow or self.sums.outcome(error) == "pass"):
-            return self.sums
-        if outcome == "unknown" and self.lead < error <= self.limit:
-            return replace(self, alike=None, precision=replace(self.precision, least=self.lead, most=self.lead))
-        return replace(self, alike=None)  # drops the microbatches' contributions
-
-    def number(self, error: float) -> str:
-        """Return the outcome for a number's error."""
-        return "pass" if self.sums is not None and self.sums.outcome(error) == "pass" else self.outcome(error)
+    def number(self, error: float) -> tuple[str, "Floor"]:
+        """Return the outcome for a number's error, and the floor behind it."""
+        if self.sums is not None and self.sums.outcome(error) == "pass":
+            return "pass", self.sums
+        return self.outcome(error), self
 
     def outcome(self, error: float) -> str:
         """Return ``pass``, ``fail``, or ``unknown`` if neither rounding nor a fault is proven.
@@ -212,8 +201,15 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rou
     if observed.shape != expected.shape:
         return float("inf")
     unit = torch.finfo(expected.dtype).eps if rounded and is_rounded(expected.dtype) else 0.0
-    parts = pieces(observed, expected, *([] if base is None else [base]))
-    return relative(difference(one, wanted, unit, *origin) for one, wanted, *origin in parts)
+
+    def differences() -> Iterator[tuple[Tensor, Tensor]]:
+        for one, wanted, *origin in pieces(observed, expected, *([] if base is None else [base])):
+            apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
+            endless = ~wanted.isfinite() & ((one == wanted) | (one.isnan() & wanted.isnan()))
+            size = wanted - origin[0] if origin else wanted
+            yield apart.masked_fill(endless, 0.0), size.masked_fill(endless, 0.0)
+
+    return relative(differences())
 
 
 def distance(observed: Tensor, expected: Tensor) -> float:
@@ -231,14 +227,6 @@ def lead(observed: Tensor, expected: Tensor) -> float:
     return abs(float(sum(pairs))) / size if size else 0.0
 
 
-def difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return elementwise differences and their base. ``unit``: relative difference to ignore."""
-    apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
-    size = wanted if origin is None else wanted - origin
-    endless = ~wanted.isfinite() & ((one == wanted) | (one.isnan() & wanted.isnan()))
-    return apart.masked_fill(endless, 0.0), size.masked_fill(endless, 0.0)
-
-
 def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the larger ratio |top| / |bottom| over both norms, for tensors in pieces."""
     squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
@@ -246,11 +234,6 @@ def relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         squares += torch.stack([each.square().sum() for each in pair]).cpu()
         largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]).cpu())
     return max(_ratio(*squares.sqrt()), _ratio(*largest))
-
-
-def may_be_rounded(gradient: Tensor | None, before: Tensor, after: Tensor) -> bool:
-    """True unless a parameter stands still and has no gradient: otherwise storing may have rounded it."""
-    return (gradient is not None and bool(gradient.any())) or not same_bits(before, after)
 
 
 def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None = None) -> Floor:
@@ -261,22 +244,18 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor |
     and weight decay needs none.
     """
     if gradient.noise:
-        gradient = _of_noise(gradient, before, after, given)
+        moved, size = distance(after, before), 0.0 if given is None else distance(given, torch.zeros_like(given))
+        if moved <= size and size:
+            gradient = replace(gradient, size=gradient.size * moved / size or gradient.size)
+        elif not moved:  # the optimizer's response to other gradients is unknown
+            gradient = replace(gradient, size=0.0, nudged=math.inf)
+        else:
+            along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
+            decay = abs(along) > ALONG * moved * distance(before, torch.zeros_like(before))
+            gradient = replace(gradient, size=0.0, stride=not decay)
     place = torch.finfo(after.dtype).eps if is_rounded(after.dtype) else 0.0
     blind = relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
     return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
-
-
-def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None) -> Floor:
-    """Return the floor for an update by ``given``, a zero or pure-rounding gradient."""
-    moved, size = distance(after, before), 0.0 if given is None else distance(given, torch.zeros_like(given))
-    if moved <= size and size:
-        return replace(gradient, size=gradient.size * moved / size or gradient.size)
-    if not moved:  # the optimizer's response to other gradients is unknown
-        return replace(gradient, size=0.0, nudged=math.inf)
-    along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
-    decay = abs(along) > ALONG * moved * distance(before, torch.zeros_like(before))
-    return replace(gradient, size=0.0, stride=not decay)
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -292,6 +271,26 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     for start in range(0, max(1, flat[0].numel()), size):
         parts = (tensor[start : start + size].to(place) for tensor in flat)
         yield tuple(in_fp64(part.to(torch.complex128) if pairs else part) for part in parts)
+
+
+def sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
+    """Describe two tensors in numbers: norms, factor and cosine."""
+    shapes = tuple(observed.shape), tuple(expected.shape)
+    if observed.shape != expected.shape:
+        return Size(shapes[0]), Size(shapes[1])
+    sums = torch.zeros(4, dtype=torch.float64)  # squares: observed, expected, start; then products
+    for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
+        moved, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
+        start = origin[0] if origin else torch.zeros_like(one[:0])
+        sums += torch.stack(
+            [(moved * moved).sum(), (wanted * wanted).sum(), (start * start).sum(), (moved * wanted).sum()]
+        ).cpu()
+    product = sums[3].item()
+    observed_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
+    began, factor, cosine = None if base is None else start_norm, None, None
+    if observed_norm and wanted_norm:  # not their product: a NaN would hide a zero
+        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / observed_norm
+    return Size(shapes[0], observed_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
 
 
 def in_both(one: Mapping[Key, Tensor | None], other: Mapping[Key, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -327,7 +326,7 @@ def floor_of(
     """
     given = [part for part in parts if part is not None]
     wide = precision_of(expected.dtype)
-    coarse = max((*(precision_of(one.dtype) for one in (*given, expected)), computed), key=_unit)
+    coarse = coarsest([*(precision_of(one.dtype) for one in (*given, expected)), computed])
     floor = rounding_of(expected, apart, again=again, precision=coarse)
     permutation = max((floor.compare(other, expected)[0] for other in others), default=0.0)
     size = in_fp64(expected).norm()
@@ -361,10 +360,6 @@ def rounding_of(
     floor = Floor(0.0, 0.0, 0.0, precision, size=size if left <= HARDLY * size else 0.0)
     apart_by = floor.compare(apart, expected)[0] if floor.noise else error(expected, apart)
     return replace(floor, rounding=apart_by)
-
-
-def _unit(precision: Precision) -> float:
-    return precision.unit
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

@@ -63,16 +63,9 @@ def _push(gradient: Tensor, way: int, floor: Floor, other: Gradient) -> Tensor:
     size = wide.abs()
     most = floor.limit * float(size.amax())
     none = (size == 0) & (True if other is None else other.to(size.device) == 0)
-    push = (2 * size).clamp(_NEAREST * most, most) * ~_in_lines(none)
+    push = (2 * size).clamp(_NEAREST * most, most)
+    if none.dim() > 1:  # single zeros may be chance: terms cancel, and fp16 flushes small numbers
+        rows, columns = (none.flatten(1).all(1), none.transpose(0, 1).flatten(1).all(1))
+        lines = rows[:, None] | columns[None, :]
+        push = push * ~lines.view(*lines.shape, *[1] * (none.dim() - 2))
     return (wide + way * push).to(gradient.dtype)
-
-
-def _in_lines(none: Tensor) -> Tensor:
-    """Mark rows and columns that are entirely zero.
-
-    Single zeros may be chance: terms cancel, and fp16 flushes small numbers.
-    """
-    if none.dim() < 2:
-        return torch.zeros_like(none)
-    rows, columns = (none.flatten(1).all(1), none.transpose(0, 1).flatten(1).all(1))
-    return (rows[:, None] | columns[None, :]).view(*none.shape[:2], *[1] * (none.dim() - 2)).expand_as(none)

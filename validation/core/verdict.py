@@ -19,7 +19,7 @@ from pipeproof.core.mismatch import Value as Value
 from pipeproof.core.mismatch import What as What
 from pipeproof.core.mismatch import small as small
 from pipeproof.core.observe.stack import Line
-from pipeproof.core.text import CAUSES, brief, details, headline, sentence
+from pipeproof.core.text import LISTED, brief, details, headline, sentence
 from pipeproof.pipeline.sizes import shorten
 
 SCHEMA = "pipeproof/3"  # version for all JSON output: validation/reports/schema.json
@@ -68,7 +68,7 @@ class Verdict(Findings):
     @property
     def reason(self) -> str:
         """The fault in a few words: causes, or broken laws."""
-        causes = " and ".join(cause.short for cause in self.causes[:CAUSES])
+        causes = " and ".join(cause.short for cause in self.causes[:LISTED])
         if self.outcome == "fail":
             return causes or headline(self)
         return f"{self.word.upper()} {headline(self)}"

@@ -1,16 +1,18 @@
-"""An update's gradients, and atoms: the tensors that may add up to them, each with a term that names it.
+"""An update's gradients, atoms, the tensors that may add up to them, each with a term that names it, and what is found.
 
 A correct gradient is the sum of the nominal atoms, each once: microbatch i's activation with microbatch i's output
-gradient. Faults add the others.
+gradient. Faults add the others. An explanation has a coefficient for each term, and leaves only rounding.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from pipeproof.core.observe.likeness import Likeness
+from pipeproof.explain.limits import CLEARLY
 from pipeproof.reference.pairing import Contributed, Flow, Pairing, Pairings
 from pipeproof.reference.step import Gradient, Site, Stage
 
@@ -119,11 +121,12 @@ class Atoms:
     @cached_property
     def nominal(self) -> list[Atom]:
         """The addends in a correct gradient."""
-        found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i)) for i in self._own]
-        for call, pairing in enumerate(self._update.earlier, start=1):
-            for i in range(pairing.microbatches):
-                found.append(self._atom(Term("earlier", i, call), pairing.contribution(self._stage, i)))
-        return found
+        calls = enumerate((self._now, *self._update.earlier))
+        each = [(call, i, pairing) for call, pairing in calls for i in range(pairing.microbatches)]
+        return [
+            _atom(Term("earlier", i, call) if call else Term("pair", i, i), pairing.contribution(self._stage, i))
+            for call, i, pairing in each
+        ]
 
     @cached_property
     def consequences(self) -> list[Atom]:
@@ -140,7 +143,7 @@ class Atoms:
         found = [Atom(Term("parameter"), values)]
         for number, pairing in enumerate(update.evaluated):
             parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
-            found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
+            found.append(Atom(Term("evaluated", number), {name: total(p[name] for p in parts) for name in values}))
         return [*found, *self.left]
 
     @cached_property
@@ -148,7 +151,8 @@ class Atoms:
         """The previous step's gradient, or the initial gradient, if known and not a weight."""
         old = dict[str, Gradient]()
         for name, weight in self._now.parameters(self._stage).items():
-            there = _double(self._update.old.get((self._stage, name)))
+            there = self._update.old.get((self._stage, name))
+            there = None if there is None else there.double()
             old[name] = None if there is None or torch.equal(there, weight.detach().to(there)) else there
         return [Atom(Term("gradient"), old)] if self._update.old else []
 
@@ -178,7 +182,7 @@ class Atoms:
             found += self._with(i, "old-gradient", old)
         for i in then:
             made = update.own.contribute(stage, before.inputs[stage][i], list(new.values()))
-            found += self._fitting(i, "old-activation", new, made)
+            found += _fitting(i, "old-activation", new, made)
         for what, pairing in (("old-data", update.old_data), ("old-weights", update.old_weights)):
             assert pairing is not None, "there is a step before"
             found += [Atom(Term(what, i, i), pairing.contribution(stage, i).gradients) for i in then]
@@ -186,28 +190,68 @@ class Atoms:
 
     def _with(self, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
         """Pair microbatch i's activation with each fitting flow."""
-        made = self._now.pair(self._stage, i, list(flows.values())) if flows else []
-        return self._fitting(i, what, flows, made)
+        return _fitting(i, what, flows, self._now.pair(self._stage, i, list(flows.values())) if flows else [])
 
-    def _fitting(
-        self, i: int, what: str, flows: Mapping[int, Flow], made: Sequence[Contributed | None]
-    ) -> Iterator[Atom]:
-        for number, contributed in zip(flows, made, strict=True):
-            if contributed is not None:
-                yield self._atom(Term(what, i, number), contributed)
 
-    def _atom(self, term: Term, made: Contributed) -> Atom:
-        return Atom(term, made.gradients, made.inputs)
+def total(parts: Iterable[Gradient]) -> Gradient:
+    """The sum of gradients; None without any."""
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(dim=0) if found else None
+
+
+def _fitting(i: int, what: str, flows: Mapping[int, Flow], made: Sequence[Contributed | None]) -> Iterator[Atom]:
+    pairs = zip(flows, made, strict=True)
+    return (_atom(Term(what, i, number), contributed) for number, contributed in pairs if contributed is not None)
+
+
+def _atom(term: Term, made: Contributed) -> Atom:
+    return Atom(term, made.gradients, made.inputs)
 
 
 def _as_is(gradients: tuple[Gradient, ...]) -> Flow:
     return lambda _: gradients
 
 
-def _double(gradient: Gradient) -> Gradient:
-    return None if gradient is None else gradient.double()
+@dataclass(frozen=True)
+class Explanation:
+    """A stage's gradients as coefficients on terms, with zeros for missing nominal terms.
 
+    ``residual`` is relative; ``limit``: its bound by rounding; ``explained``: it is rounding. ``undecided``: terms with
+    ambiguous coefficients. ``wrong``: the atoms that "flow" terms number; ``names``: the parameters compared; ``odd``:
+    those that deviate from the coefficients. ``whole``: the common state of every parameter, such as missing.
+    ``unfounded``: the reference's own microbatches do not add up to its gradients, so nothing can be decomposed.
+    """
 
-def _sum(parts: Sequence[Gradient]) -> Gradient:
-    found = [part for part in parts if part is not None]
-    return torch.stack(found).sum(dim=0) if found else None
+    stage: Stage
+    coefficients: Mapping[Term, float]
+    residual: float
+    limit: float
+    explained: bool
+    undecided: tuple[Term, ...] = ()
+    odd: tuple[Likeness, ...] = ()
+    names: tuple[str, ...] = ()
+    whole: str = ""
+    unfounded: bool = False
+    wrong: tuple[Wrong, ...] = field(default=(), repr=False)
+    atoms: tuple[Atom, ...] = field(default=(), repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """True if every parameter has an explanation."""
+        return self.explained and all(one.is_known for one in self.odd)
+
+    def is_by_chance(self, other: "Explanation", lead: float) -> bool:
+        """True if the single factor only approximates the ``other`` one, which leaves far less.
+
+        ``lead``: how far, relatively, rounding may move a factor. Coefficients of 1 are never by chance.
+        """
+        own, better = (set(one.coefficients.values()) for one in (self, other))
+        if len(own) != 1 or len(better) != 1 or own <= {0.0, 1.0, -1.0}:
+            return False
+        apart = abs(min(own) - min(better)) > lead * abs(min(better))
+        return apart and self.residual > CLEARLY * other.residual
+
+    def predict(self, name: str) -> Gradient:
+        """Predict a parameter's gradient from the coefficients; None if no atom contributes."""
+        terms = [(self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
+        return total(c * gradient for c, gradient in terms if gradient is not None and c)

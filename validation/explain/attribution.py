@@ -11,16 +11,15 @@ from functools import cache
 from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.core.limits import precision_of
 from pipeproof.core.observe.likeness import Label
-from pipeproof.explain.atoms import Term, Update, Wrong
+from pipeproof.explain.atoms import Explanation, Term, Update, Wrong
 from pipeproof.explain.cause_rules import name_causes
-from pipeproof.explain.explanation import Explanation
 from pipeproof.explain.gradient_fit import GradientFit
 from pipeproof.explain.known import Known
 from pipeproof.explain.played import Played, Setup
 from pipeproof.explain.tied import Shares, explain_tied
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.pairing import Pairing
-from pipeproof.reference.step import Expected, Gradient, Site, Stage
+from pipeproof.reference.step import Gradient, Site, Stage
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,15 @@ class Attribution:
 
 def attribute(update: Update) -> Attribution:
     """Explain an update's gradients and name the faults."""
+
+    @cache
+    def expected() -> Known:
+        """Index expected gradients, to find one in another's place."""
+        every = ((Label.of_gradient(site), gradient) for site, gradient in update.expected.items())
+        return Known((label, gradient.detach().cpu()) for label, gradient in every if gradient is not None)
+
     found: dict[Stage, Explanation] = {}
     wrong: Sequence[Wrong] = ()
-    expected = cache(lambda: _expected(update))
     for stage in reversed(range(update.now.stages)):
         thorough = all(one.explained for one in found.values())
         found[stage] = GradientFit(update, stage, wrong, expected, thorough=thorough).explain()
@@ -57,9 +62,26 @@ def attribute(update: Update) -> Attribution:
     stages = tuple(found[stage] for stage in range(update.now.stages))
     tied = explain_tied(update, stages)
     causes, unknown, ruled_out = name_causes(update, stages, tied)
-    apart = update.now.microbatches == len(update.now.batches)
-    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages), tuple(map(_parameters_apart, stages)))
-    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.known else None)
+    return Attribution(stages, tied, causes, unknown, ruled_out, _cells(update, stages))
+
+
+def _cells(update: Update, stages: Sequence[Explanation]) -> Cells | None:
+    """Coefficients by stage and microbatch: unknown without an explanation or a gradient to compare."""
+    rows, apart = [], []
+    for one in stages:
+        known = one.explained and (one.names or not any(one.coefficients.values()))
+        unclear = {term.activation for term in one.undecided}
+        row = []
+        for m in range(update.now.microbatches):
+            met = {term: c for term, c in one.coefficients.items() if c and term.activation == m}
+            others = {t.gradient: c for t, c in met.items() if t.what in ("pair", "logits") and not t.nominal}
+            behind = sum(c for term, c in met.items() if term.what == "flow")
+            cell = Cell(one.coefficients.get(Term("pair", m, m), 0.0), tuple(sorted(others.items())), behind)
+            row.append(cell if known and m not in unclear else Cell(None))
+        rows.append(tuple(row))
+        apart.append(tuple(odd.parameter for odd in one.odd if odd.kind != "right" and one.explained))
+    cells = Cells(tuple(rows), tuple(apart))
+    return cells if update.now.microbatches == len(update.now.batches) and cells.known else None
 
 
 def attribute_coarsely(update: Update) -> Attribution | None:
@@ -72,32 +94,6 @@ def attribute_coarsely(update: Update) -> Attribution | None:
         return None
     found = attribute(replace(update, coarse=narrow))
     return found if found.causes and not found.unknown else None
-
-
-def _expected(update: Update) -> Known:
-    """Index expected gradients, to find one in another's place."""
-    every = ((Label.of_gradient(site), gradient) for site, gradient in update.expected.items())
-    return Known((label, gradient.detach().cpu()) for label, gradient in every if gradient is not None)
-
-
-def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:
-    """A stage's cells; unknown without an explanation or a gradient to compare."""
-    if not stage.explained or not (stage.compared or not any(stage.coefficients.values())):
-        return (Cell(None),) * microbatches
-    unclear = {term.activation for term in stage.undecided}
-    return tuple(Cell(None) if m in unclear else _cell(stage.coefficients, m) for m in range(microbatches))
-
-
-def _parameters_apart(stage: Explanation) -> tuple[str, ...]:
-    """Parameters that deviate from their stage's row."""
-    return tuple(one.parameter for one in stage.odd if one.kind != "right" and stage.explained)
-
-
-def _cell(found: Mapping[Term, float], m: int) -> Cell:
-    met = {term: c for term, c in found.items() if c and term.activation == m}
-    others = {term.gradient: c for term, c in met.items() if term.what in ("pair", "logits") and not term.nominal}
-    behind = sum(c for term, c in met.items() if term.what == "flow")
-    return Cell(found.get(Term("pair", m, m), 0.0), tuple(sorted(others.items())), behind)
 
 
 def pass_on(explanation: Explanation) -> tuple[Wrong, ...]:
@@ -125,15 +121,21 @@ def update_of(setup: Setup, observed: Mapping[Site, Gradient], played: Sequence[
     pending: list[Pairing] = []
     evaluated: list[Pairing] = []
     before: Pairing | None = None
-    old: Expected | None = None
+    old: Mapping[Site, Gradient] = {}
     for one in played:
-        pairing = _pairing(setup, one)
+        pairing = Pairing(
+            one.model,
+            before={name: value.detach() for name, value in one.model.named_parameters(remove_duplicate=False)},
+            layers=setup.layers,
+            batches=setup.batches(one.number),
+            recipe=setup.recipe,
+        )
         if setup.plan[one.number] == "eval":
             evaluated.append(pairing)
         else:
             pending.insert(0, pairing)
         if setup.plan[one.number] == "train" and one.number < last:
-            before, old = pending[0], one.expected
+            before, old = pending[0], one.expected.gradients
             pending = []
     return Update(
         observed,
@@ -141,22 +143,8 @@ def update_of(setup: Setup, observed: Mapping[Site, Gradient], played: Sequence[
         pending[0],
         tuple(pending[1:]),
         before,
-        _gradients(old),
+        old,
         copies_apart(played[last].model, setup.owner),
         evaluated,
         setup.placement,
     )
-
-
-def _pairing(setup: Setup, one: Played) -> Pairing:
-    return Pairing(
-        one.model,
-        before={name: value.detach() for name, value in one.model.named_parameters(remove_duplicate=False)},
-        layers=setup.layers,
-        batches=setup.batches(one.number),
-        recipe=setup.recipe,
-    )
-
-
-def _gradients(expected: Expected | None) -> Mapping[Site, Gradient]:
-    return expected.gradients if expected is not None else {}

@@ -10,11 +10,10 @@ from dataclasses import replace
 from pipeproof.core.cause import Cause, RuledOut, join_numbers
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.tolerance import error, stands_for_none
-from pipeproof.explain.atoms import Term, Update
+from pipeproof.explain.atoms import Explanation, Term, Update
 from pipeproof.explain.chains import swaps
-from pipeproof.explain.explanation import Explanation
-from pipeproof.explain.limits import CLOSE
-from pipeproof.explain.microbatch_weights import Fault, faults_in_counts, uniform
+from pipeproof.explain.limits import ALIKE, CLOSE
+from pipeproof.explain.microbatch_weights import faults_in_counts, uniform
 from pipeproof.explain.mixed_gradients import find_mixed, gradient_of
 from pipeproof.explain.solver import tell_within
 from pipeproof.explain.tied import Shares, of_copies
@@ -24,6 +23,18 @@ _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
 STALE = "the gradient from before the step is still in it"
 _STALE = ("stale-gradient", "stale-tensor")
+# Terms from outside this step: a kind of cause, and words.
+_FOREIGN = {
+    "gradient": ("stale-gradient", STALE),
+    "parameter": ("extra-term", "the parameter itself was added"),
+    "evaluated": ("extra-term", "the gradient of an evaluation was added"),
+}
+_OLD = {
+    "old-activation": "an activation of the step before",
+    "old-gradient": "an output gradient of the step before",
+    "old-data": "data of the step before",
+    "old-weights": "weights of the step before",
+}
 
 
 def name_causes(
@@ -31,14 +42,14 @@ def name_causes(
 ) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[RuledOut, ...]]:
     """Return the causes, likeliest first; open questions; and excluded kinds."""
     swapped = swaps(update, stages)
-    shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
+    shown = [one for one in stages if one.explained and (one.names or one.odd or not any(one.coefficients.values()))]
     left = {cause.stage for cause in swapped if cause.kind == "swapped-gradients"}
     each = {one.stage: fill_nominal(one, by_activation=one.stage in left) for one in shown}
-    faults = {one.stage: f for one in shown if (f := _decide_faults(update, one, each[one.stage])) is not None}
+    faults = {one.stage: f for one in shown if (f := faults_of(update, one, each[one.stage])) is not None}
     sums = find_mixed(stages, update)
     causes = [
         *swapped,
-        *_place_faults(update, faults),
+        *_place_faults(update, stages, faults),
         *of_parameters(update, stages, sums),
         *of_copies(update.tied, tied),
     ]
@@ -83,19 +94,6 @@ def _or_multiplied(cause: Cause, causes: Sequence[Cause]) -> Cause:
     return replace(cause, instead=(replace(cause, kind=kind, detail="; ".join(filter(None, (cause.detail, text)))),))
 
 
-def _decide_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:
-    """A stage's faults, except those explained by undecided coefficients, as with equal microbatches.
-
-    The others explain a factor that is not simple. None if no fault is left.
-    """
-    faults = faults_of(update, stage, nominal)
-    if not stage.undecided:
-        return faults
-    others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
-    clear = [one for one in faults if one.microbatches and one.kind != "scale"]
-    return tuple(one for one in clear if not others & set(one.microbatches)) or None
-
-
 def fill_nominal(stage: Explanation, *, by_activation: bool = False) -> dict[Term, float]:
     """The nominal coefficients, with each wrong pair counted for the microbatch that provided its output gradient.
 
@@ -107,8 +105,14 @@ def fill_nominal(stage: Explanation, *, by_activation: bool = False) -> dict[Ter
 
     def place(term: Term, tried: set[int]) -> bool:
         """Give ``term`` a microbatch, if terms in its way can move to another: each stands in for one."""
-        slots = _slots(stage, term)
-        for slot in reversed(slots) if by_activation and term.what == "pair" else slots:
+        slots: tuple[int, ...] = (term.gradient, term.activation)  # likeliest first
+        if term.nominal or term.what in _FOREIGN:
+            slots = ()
+        elif term.what == "flow":
+            slots = (term.activation, *sorted(stage.wrong[term.gradient].near))
+        elif term.what == "old-gradient" or (by_activation and term.what == "pair"):
+            slots = (term.activation, term.gradient)
+        for slot in slots:
             if found.get(Term("pair", slot, slot)) != 0.0 or slot in tried:
                 continue
             tried.add(slot)
@@ -123,23 +127,16 @@ def fill_nominal(stage: Explanation, *, by_activation: bool = False) -> dict[Ter
     return found | {Term("pair", slot, slot): stage.coefficients[term] for slot, term in taken.items()}
 
 
-def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
-    """Microbatches that a wrong term may stand in for, likeliest first."""
-    if term.nominal or term.what in ("gradient", "parameter", "evaluated"):
-        return ()
-    if term.what == "flow":
-        return (term.activation, *sorted(stage.wrong[term.gradient].near))
-    order = (term.activation, term.gradient) if term.what == "old-gradient" else (term.gradient, term.activation)
-    return order
+def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Cause, ...] | None:
+    """Faults in a stage's coefficients, apart from swaps; None if all are undecided, as with equal microbatches.
 
-
-def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...]:
-    """Faults in a stage's coefficients, apart from swaps."""
+    Faults explained by undecided coefficients are left out; these also explain a factor that is not simple.
+    """
+    if stage.whole:
+        return None if stage.undecided else (Cause(stage.whole, detail="every gradient"),)
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(CLOSE, stage.limit)
-    if stage.whole:
-        return (Fault(stage.whole, detail="every gradient"),)
     faults = [*faults_in_counts(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
@@ -147,66 +144,53 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
         faults += [replace(fault, detail=detail, earlier=call) for fault in faults_in_counts(update, part, within)]
     if any(nominal.values()):  # zero is a gradient, not the part of one
         faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
-    if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
-        if len({fault.factor for fault in faults}) == 1:
-            faults = [replace(faults[0], detail="", earlier=0)]
-    return (*faults, *_leftovers(stage))
-
-
-def _leftovers(stage: Explanation) -> Iterator[Fault]:
-    """Foreign terms in a gradient: tensors from outside this step."""
+    if len({(fault.kind, fault.factor) for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
+        faults = [replace(faults[0], detail="", earlier=0)]
     terms = {term: c for term, c in stage.coefficients.items() if not term.nominal and c}
-    for what, kind, words in (
-        ("gradient", "stale-gradient", STALE),
-        ("parameter", "extra-term", "the parameter itself was added"),
-        ("evaluated", "extra-term", "the gradient of an evaluation was added"),
-    ):
-        for term, c in terms.items():
-            if term.what == what:
-                yield Fault(kind, factor=c, detail=words if c == 1.0 else f"{words}, {c:.4g} times")
-    for what, words in (
-        ("old-activation", "an activation of the step before"),
-        ("old-gradient", "an output gradient of the step before"),
-        ("old-data", "data of the step before"),
-        ("old-weights", "weights of the step before"),
-    ):
-        found = sorted(
-            {term.activation if what == "old-gradient" else term.gradient for term in terms if term.what == what}
-        )
-        if found:
-            yield Fault("stale-tensor", tuple(found), detail=words)
+    for what, (kind, words) in _FOREIGN.items():
+        of = [c for term, c in terms.items() if term.what == what]
+        faults += [Cause(kind, factor=c, detail=words if c == 1.0 else f"{words}, {c:.4g} times") for c in of]
+    for what, words in _OLD.items():
+        found = {term.activation if what == "old-gradient" else term.gradient for term in terms if term.what == what}
+        faults += [Cause("stale-tensor", microbatches=tuple(sorted(found)), detail=words)] if found else []
+    if not stage.undecided:
+        return tuple(faults)
+    others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
+    clear = [one for one in faults if one.microbatches and one.kind != "scale"]
+    return tuple(one for one in clear if not others & set(one.microbatches)) or None
 
 
-def _place_faults(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
-    """Each fault once, with all stages that show it."""
-    where: dict[Fault, list[Stage]] = {}
+def _place_faults(
+    update: Update, stages: Sequence[Explanation], faults: dict[Stage, tuple[Cause, ...]]
+) -> Iterator[Cause]:
+    """Each fault once, with all stages that show it; its factor up to rounding."""
+    where: dict[Cause, list[Stage]] = {}
     for stage, found in sorted(faults.items()):
         for fault in found:
-            known = next((known for known in where if known.same(fault)), fault)
-            where.setdefault(known, []).append(stage)
-    for fault, stages in sorted(where.items(), key=lambda item: (-len(item[1]), -max(item[1]))):
-        yield from _in_stages(update, fault, stages, list(faults))
+            same = (
+                one for one, at in where.items() if _is_same(fault, one, *(stages[s].limit for s in (stage, at[0])))
+            )
+            where.setdefault(next(same, fault), []).append(stage)
+    known = [*faults]
+    for fault, at in sorted(where.items(), key=lambda item: (-len(item[1]), -max(item[1]))):
+        last = at[-1]
+        if len(at) == 1:
+            yield replace(fault, stage=last)
+        elif at == sorted(known) and last == update.now.stages - 1:
+            yield fault
+        elif at == list(range(len(at))) and last + 1 in known:
+            below = f"stage {last}'s output gradient may already be so: every earlier stage shows the same"
+            yield replace(fault, stage=last, detail="; ".join(filter(None, (fault.detail, below))))
+        else:
+            ranks = {update.placement[s] for s in at}
+            yield replace(fault, rank=ranks.pop() if len(ranks) == 1 else None, stages=tuple(at))
 
 
-def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[Stage]) -> Iterator[Cause]:
-    microbatches, factor, detail = fault.microbatches, fault.factor, fault.detail
-    cause = Cause(fault.kind, microbatches=microbatches, factor=factor, detail=detail, earlier=fault.earlier)
-    last = stages[-1]
-    if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
-        yield cause
-    elif len(stages) > 1 and stages == list(range(len(stages))) and last + 1 in known:
-        below = f"stage {stages[-1]}'s output gradient may already be so: every earlier stage shows the same"
-        yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
-    elif len(stages) > 1:
-        ranks = {update.placement[s] for s in stages}
-        yield replace(cause, rank=ranks.pop() if len(ranks) == 1 else None, stages=tuple(stages))
-    else:
-        yield replace(cause, stage=stages[0])
-
-
-def of_a_part(parameter: str, observed: str, expected: str) -> str:
-    """Say how a gradient's form differs from the model's, and the cure for a part."""
-    return f"the gradient of {parameter} is {observed}, expected {expected}: of a part, hand back its place"
+def _is_same(one: Cause, other: Cause, *limits: float) -> bool:
+    if one.factor is None or other.factor is None:
+        return one == other
+    near = abs(one.factor - other.factor) <= max(ALIKE, *limits) * abs(other.factor)
+    return near and replace(one, factor=other.factor, detail=other.detail) == other
 
 
 def _unknown(
@@ -225,7 +209,8 @@ def _unknown(
         named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
             if odd.kind == "shape":
-                yield f"stage {one.stage}: {of_a_part(odd.parameter, *odd.forms)}"
+                what = f"the gradient of {odd.parameter} is {odd.forms[0]}, expected {odd.forms[1]}"
+                yield f"stage {one.stage}: {what}: of a part, hand back its place"
             elif not odd.is_known and odd.parameter not in named:
                 where = None if odd.part is None else odd.part.text
                 what = _NOTHING if where is None else f"wrong in {where} alone, by no known fault"
@@ -258,7 +243,7 @@ def _rule_out(
         return  # the other parameters do not speak for these
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     nominal = [c for term, c in terms if term.nominal]
-    if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):
+    if not nominal or not all(one.complete and one.names and not one.undecided for one in stages):
         return
     kinds = {cause.kind for cause in causes}
     paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
@@ -288,36 +273,29 @@ def _with_rank(update: Update, cause: Cause) -> Cause:
 def of_parameters(
     update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[Cause]:
-    """Causes for parameters that deviate from their stage, in gradient order from the last stage."""
+    """Causes for parameters that deviate from their stage, in gradient order from the last stage.
+
+    Factors and counts tell nothing if any parameter stays unexplained: all may have one cause, such as an overwritten
+    output gradient, which a bias shows as one microbatch in place of others, and a weight as unknown.
+    """
     for one in reversed(stages):
         if one.whole:
             continue  # the stage's own fault
         yield from sums[one.stage]
         groups: dict[Likeness, list[Likeness]] = {}
-        for odd in _telling(one.odd):
+        alone = all(odd.is_known for odd in one.odd)
+        for odd in (odd for odd in one.odd if alone or odd.kind not in ("counted", "multiple")):
             groups.setdefault(replace(odd, at=None, label=None if odd.kind == "other" else odd.label), []).append(odd)
         for alike in groups.values():
-            for cause in _odd_causes(update, alike[0], max(CLOSE, one.limit)):
-                detail = "; ".join(filter(None, (cause.detail, _likewise(alike[1:]))))
+            first, *others = alike
+            also = f"also: {', '.join(odd.parameter for odd in others)}" if others else ""
+            if first.kind == "other" and first.source is None:  # exchanged gradients each have a source
+                also = ", ".join(f"{odd.parameter} has {odd.text}" for odd in others)
+            where = "" if first.part is None else f"{first.part.text} of it, all else is right"
+            for cause in _of_elements(update, first, max(CLOSE, one.limit)):
+                detail = "; ".join(filter(None, (where, cause.detail, also)))
                 names = tuple(odd.parameter for odd in alike)
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail, parameters=names)
-
-
-def _likewise(others: Sequence[Likeness]) -> str:
-    """Name further parameters: exchanged gradients each with their source."""
-    if not others or any(odd.kind == "other" and odd.source is None for odd in others):
-        return ", ".join(f"{odd.parameter} has {odd.text}" for odd in others)
-    return f"also: {', '.join(odd.parameter for odd in others)}"
-
-
-def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
-    """Deviating parameters, without factors and counts if any parameter stays unexplained.
-
-    They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
-    others, or as some times its own, and a weight, which met it with its own activations, as unknown.
-    """
-    alone = all(one.is_known for one in odd)
-    return [one for one in odd if alone or one.kind not in ("counted", "multiple")]
 
 
 def find_untrained(update: Update) -> Iterator[Cause]:
@@ -328,12 +306,6 @@ def find_untrained(update: Update) -> Iterator[Cause]:
             observed = update.observed.get((owner, name))
             if owner == stage and name not in trained and expected is None and not stands_for_none(observed):
                 yield Cause("unexpected", stage=stage, parameter=name)
-
-
-def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
-    where = (f"{odd.part.text} of it, all else is right",) if odd.part is not None else ()
-    for cause in _of_elements(update, odd, within):
-        yield replace(cause, detail="; ".join(filter(None, (*where, cause.detail))))
 
 
 def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
@@ -347,9 +319,8 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
         yield Cause("misplaced", detail=f"it is {gradient_of(odd.label)}")
     elif odd.kind == "multiple" and odd.factor is not None:
         fault = uniform(update, odd.factor, within)
-        yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")
+        yield replace(fault, detail=f"{odd.factor:.6g} times" if fault.detail else "")
     elif odd.kind == "sum":
         yield Cause("extra-term", detail=odd.change)
     elif odd.kind == "counted":
-        for fault in faults_in_counts(update, dict(odd.counts), within):
-            yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
+        yield from faults_in_counts(update, dict(odd.counts), within)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeproof.core.cause import Cause
-from pipeproof.explain.atoms import Term, Update
-from pipeproof.explain.explanation import Explanation
+from pipeproof.explain.atoms import Explanation, Term, Update
 from pipeproof.reference.step import Stage
 
 Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words
@@ -29,62 +28,47 @@ class Chain:
 
 
 def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
-    """Exchanges behind all wrong pairs, each once, with all its microbatches."""
+    """Exchanges behind all wrong pairs, each once, with all its microbatches; and pairs beside the right ones."""
     every = list(chains(stages))
-    found = {
-        chain: _readings(update, stages, chain) for chain in every if not _is_added(stages[chain.stage], chain.term)
-    }
+    added = []  # to both right pairs, and in the place of neither
+    for chain in every:
+        right = [Term("pair", m, m) for m in chain.term[1:]]
+        added += [chain] if all(map(stages[chain.stage].coefficients.get, right)) else []
+    found = {chain: _readings(update, stages, chain) for chain in every if chain not in added}
     groups: dict[tuple[Reading, ...], list[Chain]] = {}
     for chain, readings in found.items():
         beside = [others for other, others in found.items() if other.stage == chain.stage]
         common = [one for one in readings if all(one in others for others in beside)]
         groups.setdefault(tuple(common or readings), []).append(chain)
-    exchanges = [_exchange(readings, alike, stages) for readings, alike in groups.items()]
-    return [*exchanges, *_additions(stages, every)]
-
-
-def _exchange(readings: Sequence[Reading], alike: Sequence[Chain], stages: Sequence[Explanation]) -> Cause:
-    """Merge ``readings`` into the likeliest, with alternatives."""
     causes = []
-    for kind, stage, detail in readings:
-        slots = sorted({_slot(kind, chain, stages) for chain in alike})
-        causes.append(Cause(kind, stage=stage, microbatches=tuple(slots), detail=detail))
-    return replace(causes[0], instead=tuple(causes[1:]))
-
-
-def _is_added(stage: Explanation, term: Term) -> bool:
-    """True if a wrong pair adds to both right pairs instead of replacing either."""
-    return all(stage.coefficients.get(Term("pair", m, m)) for m in (term.activation, term.gradient))
-
-
-def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterator[Cause]:
-    """A cause for each stage whose activations met further output gradients beside their own."""
-    terms: dict[Stage, list[Term]] = {}
-    for chain in every:
-        if _is_added(stages[chain.stage], chain.term):
-            terms.setdefault(chain.stage, []).append(chain.term)
-    for stage, met in terms.items():
-        also: dict[int, list[int]] = {}
-        for term in met:
-            also.setdefault(term.activation, []).append(term.gradient)
+    for likely, alike in groups.items():  # the likeliest, with alternatives
+        each = []
+        for kind, stage, detail in likely:
+            slots = set()  # the microbatches whose work went wrong: for data, the unrepeated ones
+            for chain in alike:
+                by_target = kind == "swapped-data" and _by_use(stages[chain.stage]) == ["swapped-gradients"]
+                own = kind == "swapped-gradients" or by_target
+                slots.add(chain.term.activation if own else chain.term.gradient)
+            each.append(Cause(kind, stage=stage, microbatches=tuple(sorted(slots)), detail=detail))
+        causes.append(replace(each[0], instead=tuple(each[1:])))
+    terms: dict[Stage, dict[int, list[int]]] = {}
+    for chain in added:
+        terms.setdefault(chain.stage, {}).setdefault(chain.term.activation, []).append(chain.term.gradient)
+    for stage, also in terms.items():
         text = "; ".join(f"{i} also met that of {', '.join(map(str, sorted(js)))}" for i, js in sorted(also.items()))
         detail = f"beside its own output gradient, the activation of microbatch {text}"
-        yield Cause("extra-term", stage=stage, microbatches=tuple(sorted(also)), detail=detail)
+        causes.append(Cause("extra-term", stage=stage, microbatches=tuple(sorted(also)), detail=detail))
+    return causes
 
 
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
     """Every wrong pair, without mere consequences."""
     for one in reversed(stages):
-        if one.explained:
-            for term, c in one.coefficients.items():
-                paired = term.what == "logits" or (term.what == "pair" and not term.nominal)
-                if c and paired and _has_happened(c, decided=term not in one.undecided):
-                    yield Chain(term, one.stage, tuple(_follow(stages, one.stage, term)))
-
-
-def _has_happened(c: float, *, decided: bool) -> bool:
-    """True if a coefficient is evidence: real events occur a whole number of times."""
-    return decided or c == round(c)
+        for term, c in one.coefficients.items() if one.explained else ():
+            paired = term.what == "logits" or (term.what == "pair" and not term.nominal)
+            happened = term not in one.undecided or c == round(c)  # real events occur a whole number of times
+            if c and paired and happened:
+                yield Chain(term, one.stage, tuple(_follow(stages, one.stage, term)))
 
 
 def _follow(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator[int]:
@@ -99,32 +83,27 @@ def _follow(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator
 
 
 def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[Reading]:
-    """Exchanges that may explain a chain, by kind, stage and detail, likeliest first."""
-    i, last = chain.term.activation, update.now.stages - 1
-    kinds = _by_use(stages[chain.stage])
-    if chain.stage == last and (chain.term.what == "pair" or chain.term in stages[last].undecided):
-        forward = _forward_readings(chain, last, by_use=kinds)  # targets are exchanged more easily than gradients there
-        other = [] if chain.term.what == "pair" else [("swapped-gradients", last, "")]
-        return [*forward, *other]
-    if chain.followed:
-        return [("swapped-gradients" if chain.followed[0] == i else "swapped-activations", chain.stage, "")]
-    return [(kind, chain.stage, "") for kind in kinds]
+    """Exchanges that may explain a chain, by kind, stage and detail, likeliest first.
 
-
-def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> list[Reading]:
-    """A target met another microbatch's outputs: the exchange happened at the stage whose activations change.
-
-    If only targets were repeated, no activation was exchanged.
+    Where a target met another microbatch's outputs, the exchange happened at the stage whose activations change; if
+    only targets were repeated, no activation was exchanged.
     """
-    i, j = chain.term.activation, chain.term.gradient
-    same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
+    (i, j), followed, last = chain.term[1:], chain.followed, update.now.stages - 1
+    kinds = _by_use(stages[chain.stage])
+    if chain.stage != last or (chain.term.what != "pair" and chain.term not in stages[last].undecided):
+        if followed:
+            return [("swapped-gradients" if followed[0] == i else "swapped-activations", chain.stage, "")]
+        return [(kind, chain.stage, "") for kind in kinds]
+    # Targets are exchanged more easily than gradients there.
+    other: list[Reading] = [] if chain.term.what == "pair" else [("swapped-gradients", last, "")]
+    same = next((k for k, activation in enumerate(followed) if activation != i), len(followed))
     first = last - same  # the first stage that worked on microbatch i's activation
     if first == 0:
-        return [("swapped-data", None, "inputs of one microbatch met the target of another")]
-    if len(chain.followed) > same and chain.followed[same] == j:
-        return [("swapped-activations", first, "in its forward: it was given another microbatch's input")]
-    others: list[Reading] = [] if by_use == ["swapped-gradients"] else [("swapped-activations", None, "")]
-    return [("swapped-data", None, ""), *others]
+        return [("swapped-data", None, "inputs of one microbatch met the target of another"), *other]
+    if len(followed) > same and followed[same] == j:
+        return [("swapped-activations", first, "in its forward: it was given another microbatch's input"), *other]
+    or_given: list[Reading] = [] if kinds == ["swapped-gradients"] else [("swapped-activations", None, "")]
+    return [("swapped-data", None, ""), *or_given, *other]
 
 
 def _by_use(stage: Explanation) -> list[str]:
@@ -149,9 +128,3 @@ def _by_use(stage: Explanation) -> list[str]:
         return ["swapped-gradients"]
     # Messages are mistaken for each other more easily than a stage's own stored inputs.
     return ["swapped-gradients", "swapped-activations"]
-
-
-def _slot(kind: str, chain: Chain, stages: Sequence[Explanation]) -> int:
-    """The microbatch whose work went wrong: for data, the unrepeated one."""
-    by_target = kind == "swapped-data" and _by_use(stages[chain.stage]) == ["swapped-gradients"]
-    return chain.term.activation if kind == "swapped-gradients" or by_target else chain.term.gradient

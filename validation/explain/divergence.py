@@ -50,18 +50,6 @@ class Divergence:
     graph: int | None = None
     turn: int = 0
 
-    def __str__(self) -> str:
-        at = f" (slot {self.slot})" if self.slot is not None else ""
-        return f"rank {self.rank}, {self.action}{at}: {self.point.where} is {self.what.text}"
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Ranks by stage, and slots by action text."""
-
-    placement: Sequence[int]
-    slots: Mapping[str, int]
-
 
 @dataclass(frozen=True)
 class Ground:
@@ -86,30 +74,44 @@ class Ground:
         )
 
 
-def divergences(recording: Recording, ground: Ground, positions: Positions) -> list[Divergence]:
-    """The first wrong tensors, in dataflow order.
+def divergences(
+    recording: Recording, ground: Ground, placement: Sequence[int], slots: Mapping[str, int]
+) -> list[Divergence]:
+    """The first wrong tensors, in dataflow order; ``slots`` by action text.
 
     With ``ground.limit`` above 0 and no tensor beyond it, return those that differ in bits alone.
     """
-    found = _first_wrong(recording, ground, ground.limit) or _first_wrong(recording, ground, 0.0)
-    if not found:
-        return []
-    known = ground.known()
-    return [_divergence(recording, ground, known, point, positions) for point in found[:MANY]]
-
-
-def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:
-    n_stages = 1 + max(point.stage for point in ground.expected)
+    stages = 1 + max(point.stage for point in ground.expected)
     both = [point for point in ground.expected if point in recording.tensors]
-    right = {point: is_right(recording, ground, point, limit) for point in both}
-    return first_wrong_points(right, n_stages)
+    rights = ({point: is_right(recording, ground, point, limit) for point in both} for limit in (ground.limit, 0.0))
+    first = next(filter(None, (first_wrong_points(right, stages) for right in rights)), [])
+    known = ground.known() if first else Known()
+    found = []
+    for point in first[:MANY]:
+        stage, microbatch, where = point
+        graph = [m for m in recording.graphs.get((stage, microbatch), ()) if m != microbatch]
+        met = graph[0] if graph and where == FLOWED else None
+        if met is not None:
+            text = f"in microbatch {met}'s activations, expected microbatch {microbatch}'s"
+            what = Likeness("other", Label(point), Label(Point(stage, met, USED)), words=text)
+        else:
+            observed, expected = recording.tensors[point], ground.expected[point]
+            pairs = enumerate(zip(observed, expected, strict=False))
+            right = ((k, one, None if other is None else other.detach().cpu()) for k, (one, other) in pairs)
+            each = (likeness(one, other, Label(point, number=k), known=known) for k, one, other in right)
+            shape = Likeness("shape", forms=(f"{len(observed)} tensors", f"{len(expected)}"))
+            what = next((one for one in each if one is not None), shape)
+        texts = [f"{stage}{kind}{microbatch}" for kind in {"F": "F", "B": "BI", "W": "W"}[_ACTION[where]]]
+        action = next((text for text in texts if text in slots), texts[0])
+        found.append(Divergence(placement[stage], point, action, slots.get(action), what, met, slots.get(action, 0)))
+    return found
 
 
 def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
     """The wrong points whose sources are all ``right``: up the stages forwards, then down backwards."""
     wrong = [point for point, is_right in right.items() if not is_right]
     found = [point for point in wrong if all(right[parent] for parent in _parents(point, n_stages, right))]
-    return sorted(found, key=_flow)
+    return sorted(found, key=flow_of)
 
 
 def is_right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
@@ -121,18 +123,14 @@ def is_right(recording: Recording, ground: Ground, point: Point, limit: float) -
             return False
         # What is not trained to, no gradient flows into: the module's hooks never fire there.
         expected = expected[: len(observed)] if all(one is None for one in expected[len(observed) :]) else expected
-    if len(observed) != len(expected):
-        return False
-    return all(_is_alike(one, other, limit) for one, other in zip(observed, expected, strict=True))
+    return len(observed) == len(expected) and all(
+        one is other if one is None or other is None else agrees(one, other.detach().cpu(), limit)
+        for one, other in zip(observed, expected, strict=True)
+    )
 
 
-def _is_alike(observed: Tensor | None, expected: Tensor | None, limit: float) -> bool:
-    if observed is None or expected is None:
-        return observed is expected
-    return agrees(observed, expected.detach().cpu(), limit)
-
-
-def _flow(point: Point) -> tuple[bool, int, int, int]:
+def flow_of(point: Point) -> tuple[bool, int, int, int]:
+    """Where ``point`` lies along the flow."""
     if point.where in FORWARD_POINTS:
         return (False, point.stage, FORWARD_POINTS.index(point.where), point.microbatch)
     return (True, -point.stage, BACKWARD_POINTS.index(point.where), point.microbatch)
@@ -159,28 +157,3 @@ def _sources_of(point: Point, n_stages: int) -> Iterator[Point]:
         yield Point(stage + 1, microbatch, HANDED_ON)
     if where == FLOWED:
         yield Point(stage, microbatch, MADE)
-
-
-def _divergence(recording: Recording, ground: Ground, known: Known, point: Point, positions: Positions) -> Divergence:
-    observed, expected = recording.tensors[point], ground.expected[point]
-    graph = [m for m in recording.graphs.get((point.stage, point.microbatch), ()) if m != point.microbatch]
-    if point.where == FLOWED and graph:
-        text = f"in microbatch {graph[0]}'s activations, expected microbatch {point.microbatch}'s"
-        what = Likeness("other", Label(point), Label(Point(point.stage, graph[0], USED)), words=text)
-    else:
-        what = _what(observed, expected, point, known)
-    kinds = {"F": "F", "B": "BI", "W": "W"}[_ACTION[point.where]]
-    texts = [f"{point.stage}{kind}{point.microbatch}" for kind in kinds]
-    action = next((text for text in texts if text in positions.slots), texts[0])
-    rank, slot = positions.placement[point.stage], positions.slots.get(action)
-    met = graph[0] if graph and point.where == FLOWED else None
-    return Divergence(rank, point, action, slot, what, met, slot or 0)
-
-
-def _what(observed: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
-    for number, (one, other) in enumerate(zip(observed, expected, strict=False)):
-        right = None if other is None else other.detach().cpu()
-        found = likeness(one, right, Label(point, number=number), known=known)
-        if found is not None:
-            return found
-    return Likeness("shape", forms=(f"{len(observed)} tensors", f"{len(expected)}"))

@@ -14,12 +14,10 @@ from pipeproof.core.old_weights import StaleCall, WithWeights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import Attribution, attribute, update_of
-from pipeproof.explain.copies import Makeup, makeups
-from pipeproof.explain.divergence import Divergence, Ground, Positions, divergences
+from pipeproof.explain.divergence import Divergence, Ground, divergences
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.explain.members import Members
-from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.played import Played, Setup, model_beside, play
+from pipeproof.explain.members import Makeup, Members, makeups
+from pipeproof.explain.played import ModelBeside, Played, Setup, model_beside, play
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Expected, Gradient
 
@@ -132,26 +130,14 @@ class Evidence:
         """Return the ranks that hold ``stage``."""
         return ([] if self.members is None else self.members.ranks(stage)) or [self.placement[stage]]
 
-    def held_sites(self, rank: int) -> frozenset[Site] | None:
-        """Return gradient sites on ``rank``; None with partial parameters, or if unknown."""
-        if self.members is None:
-            return frozenset(site for site in self.gradients if self.placement[site[0]] == rank)
-        own = [(name, one) for name, every in self.members.held.items() for one in every if one.rank == rank]
-        sites = {site if (site := (one.stage, name)) in self.gradients else self._site(name) for name, one in own}
-        return None if any(one.where is not None for _, one in own) else frozenset(sites)
-
-    def _site(self, name: str) -> Site:
-        """Find a parameter's site by name."""
-        return next(site for site in self.gradients if site[1] == name)
-
     @property
     def lines(self) -> "list[Evidence]":
         """This evidence, and a copy for each further line through ranks."""
-        return [self, *(self._along(line) for line in self.others)]
-
-    def _along(self, line: Line) -> "Evidence":
-        placement = line.observed.schedule.placement
-        return replace(self, run=line.observed, passed=line.passed, placement=placement, others=())
+        more = [
+            replace(self, run=one.observed, passed=one.passed, placement=one.observed.schedule.placement, others=())
+            for one in self.others
+        ]
+        return [self, *more]
 
     @property
     def used(self) -> Mapping[str, int]:
@@ -175,7 +161,7 @@ class Evidence:
         """Expected results for the failing operation."""
         return self.played[self.number].expected if self.right is None else self.right.expected
 
-    @cached_property
+    @property
     def recording(self) -> Recording | None:
         """The failing operation's recording, if any."""
         return self.recording_of(self.number) if self.playable is not None and self.run is not None else None
@@ -194,30 +180,30 @@ class Evidence:
         least = PRECISIONS[self.setup.dtype].least
         return max([least, *(m.limit for m in self.verdict.mismatches if m.limit is not None)])
 
-    @cached_property
+    @property
     def divergences(self) -> list[Divergence]:
         """The first wrong tensors in the first operation concerned with any."""
-        return self._first[1]
+        return self._divergences[1]
 
     @property
     def diverged(self) -> int:
         """The operation with the divergences."""
-        return self._first[0]
+        return self._divergences[0]
 
     @cached_property
-    def _first(self) -> tuple[int, list[Divergence]]:
-        each = ((number, self._divergences(number)) for number in self.concerned)
-        return next((one for one in each if one[1]), (self.number, []))
+    def _divergences(self) -> tuple[int, list[Divergence]]:
+        for number, recording in self._recordings.items():
+            executed = [rank[number].executed for rank in self.observed.ranks]
+            slots = {str(action): slot for actions in executed for slot, action in enumerate(actions)}
+            if found := divergences(recording, self.ground(number), self.observed.schedule.placement, slots):
+                return number, found
+        return self.number, []
 
     @cached_property
     def shared(self) -> frozenset[Site]:
         """Sites that hold shared parameters."""
-        return frozenset(site for copies in self.tied for site in copies)
-
-    @cached_property
-    def tied(self) -> list[list[Site]]:
-        """Copies by shared parameter."""
-        return [list(copies.items()) for copies in copies_apart(self.played[0].model, self.setup.owner)]
+        copies = copies_apart(self.played[0].model, self.setup.owner)
+        return frozenset(site for one in copies for site in one.items())
 
     @cached_property
     def attribution(self) -> Attribution | None:
@@ -257,14 +243,10 @@ class Evidence:
         if self.alike:
             return ("all microbatches are the same: a multiple of their sum may be a sum of fewer, or more, of them",)
         if found.right and self.differs("gradient"):
-            return (_MADE_RIGHT if self._beyond_rounding else _COARSE,)
-        untried = getattr(self.right.update.now, "unpaired", "") if self.right is not None and found.unknown else ""
+            beyond = any(m.law == "gradient" and not m.within for m in self.verdict.mismatches)
+            return (_MADE_RIGHT if beyond else _COARSE,)
+        untried = self.right.update.now.unpaired if self.right is not None and found.unknown else ""
         return tuple(filter(None, (*found.unknown, untried)))
-
-    @property
-    def _beyond_rounding(self) -> bool:
-        """True if any gradient differs beyond rounding."""
-        return any(m.law == "gradient" and not m.within for m in self.verdict.mismatches)
 
     def is_flow_right(self, stages: Collection[int], factor: float | None) -> bool:
         """True if every output gradient to these stages was compared, and differs from ``factor`` times the right
@@ -300,15 +282,6 @@ class Evidence:
         """Reference tensors for a recording of operation ``number``."""
         earlier = [one.tensors() for one in reversed(self.played[:number])]
         return Ground(self.played[number].tensors(), earlier, self.limit)
-
-    def _divergences(self, number: int) -> list[Divergence]:
-        recording = self.recording_of(number)
-        if recording is None:
-            return []
-        ground = self.ground(number)
-        executed = [rank[number].executed for rank in self.observed.ranks]
-        slots = {str(action): slot for actions in executed for slot, action in enumerate(actions)}
-        return divergences(recording, ground, Positions(self.observed.schedule.placement, slots))
 
 
 def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:

@@ -7,7 +7,7 @@ its evidence: our own ranks, a foreign step, a record. Without a recording, the 
 stands for the links that only a recording shows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from pipeproof.core.cause import RuledOut
@@ -24,14 +24,20 @@ from pipeproof.explain.rules.attributed import attribute_gradients, in_part, lis
 from pipeproof.explain.rules.besides import besides, besides_backwards
 from pipeproof.explain.rules.boundaries import boundaries
 from pipeproof.explain.rules.calls import calls
-from pipeproof.explain.rules.laws import buffers, nameless, no_update, partition
-from pipeproof.explain.rules.norms import norm, of_no_known_norm
 from pipeproof.explain.rules.passages import passages, sound
 from pipeproof.explain.rules.places import place_cause
-from pipeproof.explain.rules.report import list_unreported, outputs, report, untold
+from pipeproof.explain.rules.report import (
+    list_unreported,
+    losses,
+    norm,
+    of_no_known_norm,
+    outputs,
+    report,
+    wrong_outputs,
+)
 from pipeproof.explain.rules.shared import explain_shared, list_apart
-from pipeproof.explain.rules.update import update
-from pipeproof.explain.rules.weights import old_weights, other_weights, stale, weights
+from pipeproof.explain.rules.update import buffers, no_update, update
+from pipeproof.explain.rules.weights import nameless, old_weights, other_weights, partition, stale, weights
 from pipeproof.explain.sights import measure
 from pipeproof.explain.uncovered import with_uncovered
 
@@ -78,38 +84,10 @@ def explain_safely(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
     return found
 
 
-def _has_begun(evidence: Evidence) -> bool:
-    """True with known initial values."""
-    return evidence.run is not None and (evidence.playable is not None or bool(evidence.run.before(evidence.number)))
-
-
-def _is_watched(evidence: Evidence) -> bool:
-    return evidence.run is not None and evidence.run.watched and len(evidence.unseen) < evidence.stages
-
-
-def _has_passed(evidence: Evidence) -> bool:
-    return evidence.run is not None and bool(evidence.run.crossings(evidence.number))
-
-
-def _is_recorded(evidence: Evidence) -> bool:
-    return evidence.recording is not None
-
-
-def _has_members(evidence: Evidence) -> bool:
-    """True if several ranks share a parameter."""
-    return evidence.members is not None and evidence.members.shared
-
-
 def _agree(evidence: Evidence) -> RuledOut | None:
     """Ranks with a common stage agree; for shards this excludes nothing."""
     kinds = () if evidence.members is not None and evidence.members.in_shards else ("not-reduced",)
-    excluded = clears("replicas", kinds, "ranks that have a stage in common agree")(evidence)
-    return None if evidence.differs("presence") else excluded
-
-
-def _has_entered(law: str) -> Callable[[Evidence], bool]:
-    """True if ``law`` compared anything."""
-    return lambda evidence: evidence.playable is not None or evidence.verdict.law(law).checked > 0
+    return clears("replicas", kinds, "ranks that have a stage in common agree", unless="presence")(evidence)
 
 
 def _began(evidence: Evidence) -> RuledOut | None:
@@ -124,22 +102,22 @@ def _began(evidence: Evidence) -> RuledOut | None:
 
 
 def _rule_out_calls(evidence: Evidence) -> RuledOut | None:
-    """Every stage was watched, with a known microbatch for every call."""
+    """Every stage was watched, with a known microbatch for every call, and ran in order, or in an unknown order."""
+    number, every, unseen = evidence.number, list(range(evidence.microbatches)), evidence.unseen
     untold = any(flow.untold or flow.mixed or any(flow.extra) for flow in evidence.passed.values())
-    orderly = evidence.playable is not None or _orderly(evidence)
-    if evidence.unseen or untold or not orderly or evidence.verdict.law("microbatches").note:
+    if unseen or untold or evidence.verdict.law("microbatches").note:
         return None  # a note tells of calls that were not counted
+    if evidence.playable is None:
+        backwards = evidence.observed.backwards(number).items()
+        orders = [
+            *evidence.observed.forwards(number).values(),
+            *(ran for s, ran in backwards if s not in evidence.frozen),
+        ]
+        modes = [training for _, training in evidence.observed.calls(number)]
+        if not all(modes) or not all(sorted(order) == every for order in orders):
+            return None
     whole = "every stage ran once each way for each microbatch, in the right mode"
     return clears("microbatches", ("order", "mode"), whole)(evidence)
-
-
-def _orderly(evidence: Evidence) -> bool:
-    """True if every watched stage ran in order, or in an unknown order."""
-    number, every, untold = evidence.number, list(range(evidence.microbatches)), evidence.unseen
-    forwards, backwards = evidence.observed.forwards(number), evidence.observed.backwards(number)
-    orders = [(forwards, untold), (backwards, {*untold, *evidence.frozen})]
-    once = all(sorted(order) == every for ran, left in orders for stage, order in ran.items() if stage not in left)
-    return once and all(training for _, training in evidence.observed.calls(number))
 
 
 def _rule_out_crossings(evidence: Evidence) -> RuledOut | None:
@@ -154,38 +132,55 @@ def _rule_out_crossings(evidence: Evidence) -> RuledOut | None:
     return RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", len(expected))
 
 
-def _rule_out_beside(evidence: Evidence) -> Sequence[RuledOut]:
-    found = evidence.attribution
-    return found.ruled_out if found is not None and found.causes else ()
-
-
-def _right(evidence: Evidence) -> RuledOut | None:
-    """Every gradient exists and equals the expected one."""
-    kinds = ("scale", "sign", "dropped", "doubled")
-    excluded = clears("gradient", kinds, "every gradient that was compared is what it should be")(evidence)
-    return None if evidence.differs("presence") else excluded
-
-
 # In the order of the flow.
 RULES: tuple[Rule, ...] = (
     Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
-    Rule(weights, _began, _has_begun, left=other_weights),
-    Rule(calls, _rule_out_calls, _is_watched, besides=besides_backwards),
-    Rule(boundaries, _rule_out_crossings, _is_recorded, besides=besides),
+    Rule(
+        weights,
+        _began,
+        lambda e: e.run is not None and (e.playable is not None or bool(e.run.before(e.number))),
+        left=other_weights,
+    ),
+    Rule(
+        calls,
+        _rule_out_calls,
+        lambda e: e.run is not None and e.run.watched and len(e.unseen) < e.stages,
+        besides=besides_backwards,
+    ),
+    Rule(boundaries, _rule_out_crossings, lambda e: e.recording is not None, besides=besides),
     Rule(stale),
     Rule(old_weights),
-    Rule(passages, sound, _has_passed, besides=besides),
-    Rule(explain_shared, _agree, _has_members, list_apart),
+    Rule(passages, sound, lambda e: e.run is not None and bool(e.run.crossings(e.number)), besides=besides),
+    Rule(explain_shared, _agree, lambda e: e.members is not None and e.members.shared, list_apart),
     Rule(no_update),
-    Rule(attribute_gradients, _right, left=list_unexplained, beside=_rule_out_beside, besides=in_part),
+    Rule(
+        attribute_gradients,
+        clears(
+            "gradient",
+            ("scale", "sign", "dropped", "doubled"),
+            "every gradient that was compared is what it should be",
+            unless="presence",
+        ),
+        left=list_unexplained,
+        beside=lambda e: e.attribution.ruled_out if e.attribution is not None and e.attribution.causes else (),
+        besides=in_part,
+    ),
     Rule(
         norm,
         clears("grad-norm", ("norm",), "the norm is that of the gradients"),
-        _has_entered("grad-norm"),
+        lambda e: e.playable is not None or e.verdict.law("grad-norm").checked > 0,
         of_no_known_norm,
     ),
     Rule(update, clears("updated-parameters", ("clip", "update"), "the optimizer did what it should")),
     Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
-    Rule(report, clears("loss", ("report",), "every reported loss is right"), left=list_unreported),
-    Rule(outputs, clears("outputs", (), "every named output is right"), left=untold),
+    Rule(
+        report,
+        clears("loss", ("report",), "every reported loss is right"),
+        left=lambda e: list_unreported("losses", losses(e)),
+    ),
+    Rule(
+        outputs,
+        clears("outputs", (), "every named output is right"),
+        left=lambda e: list_unreported("outputs", wrong_outputs(e)),
+    ),
 )

@@ -26,7 +26,7 @@ class Alike:
 
     def find_near(self, observed: Tensor, limit: float) -> Iterator[Owned]:
         """Tensors within ``limit`` of ``observed``, relative to their size."""
-        if limit > TELLING:
+        if limit > TELLING or not self.owned:
             return
         gaps = (self._few - _few(observed)).abs().amax(dim=1)
         likely = (gaps <= limit * self._largest * _ROUNDING).nonzero().flatten().tolist()
@@ -34,6 +34,8 @@ class Alike:
 
     def find_beside(self, own: Tensor, observed: Tensor) -> Iterator[Owned]:
         """Find tensors that explain ``observed`` beside ``own``, by a few elements, in a single pass."""
+        if not self.owned:
+            return
         base = _unit(_few(own)[None])[0]
         target = _few(observed)
         rest, rows = target - (target @ base) * base, self._few - (self._few @ base)[:, None] * base
@@ -59,7 +61,8 @@ class Known:
         self._labels: dict[bytes, list[Label]] = {}
         self._alike: dict[str, Alike] = {}
         for label, tensor in tensors:
-            if _is_telling(tensor):
+            single = tensor.numel() == 1  # whose equal content proves nothing, unless it is a large whole number
+            if (not tensor.is_floating_point() and abs(int(tensor)) > _SMALL) if single else bool(tensor.any()):
                 labels = self._labels.setdefault(_digest(tensor), [])
                 if not labels:
                     self._alike.setdefault(form(tensor), Alike()).owned.append((labels, tensor))
@@ -74,7 +77,7 @@ class Known:
 
     def like(self, observed: Tensor) -> Alike:
         """All tensors of ``observed``'s shape and type."""
-        return self._alike.get(form(observed), _NONE)
+        return self._alike.get(form(observed), Alike())
 
     def narrow(self, observed: Tensor, chosen: Tensor) -> "Known":
         """The ``chosen`` elements of tensors with ``observed``'s shape and type."""
@@ -84,25 +87,18 @@ class Known:
 
 def nearest(labels: Iterable[Label], at: Label) -> Label | None:
     """The label nearest to ``at``."""
-    return min(labels, default=None, key=lambda label: _distance(label, at))
+
+    def distance(label: Label) -> tuple[int, ...]:
+        here, there, name, number = at.point, label.point, label.name != at.name, label.number != at.number
+        far = abs(there.stage - here.stage)
+        return (there.where != here.where, label.ago, far > 0, far, name, number, there.microbatch)
+
+    return min(labels, default=None, key=distance)
 
 
 def form(tensor: Tensor) -> str:
     """Type and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-class _Nothing(Alike):
-    """No tensors."""
-
-    def find_near(self, observed: Tensor, limit: float) -> Iterator[Owned]:
-        return iter(())
-
-    def find_beside(self, own: Tensor, observed: Tensor) -> Iterator[Owned]:
-        return iter(())
-
-
-_NONE = _Nothing()
 
 
 def _few(tensor: Tensor) -> Tensor:
@@ -113,19 +109,6 @@ def _unit(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1, eps=torch.finfo(torch.float64).tiny)
 
 
-def _is_telling(tensor: Tensor) -> bool:
-    """True if equal content proves identity."""
-    if tensor.numel() == 1:
-        return not tensor.is_floating_point() and abs(int(tensor)) > _SMALL
-    return bool(tensor.any())
-
-
 def _digest(tensor: Tensor) -> bytes:
     content = bits(tensor).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content + form(tensor).encode(), digest_size=16).digest()
-
-
-def _distance(label: Label, at: Label) -> tuple[int, ...]:
-    here, there = at.point, label.point
-    apart = (there.stage != here.stage, abs(there.stage - here.stage), label.name != at.name, label.number != at.number)
-    return (there.where != here.where, label.ago, *apart, there.microbatch)

@@ -5,7 +5,7 @@ answers only if chance is ruled out. ``sketches`` has tests for a few of a tenso
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,24 +13,18 @@ import torch
 from torch import Tensor
 
 from pipeproof.core.limits import precision_of
-from pipeproof.core.observe.likeness import MEAN, SAME_NUMBER, Elements, Label, Likeness
-from pipeproof.core.observe.recording import Point
+from pipeproof.core.observe.likeness import MEAN, NARROWER, ROUNDED_TO, SAME_NUMBER, Elements, Label, Likeness
 from pipeproof.core.tolerance import agrees, error, stands_for_none
 from pipeproof.explain.known import Known, form, nearest
-from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW
-from pipeproof.explain.reordering import by_chance, is_reordered
-from pipeproof.explain.rounding import find_rounding
+from pipeproof.explain.limits import ALIKE, CHANCE, CLEARLY, DECIDED, FEW, LEFT, ROUNDED
 from pipeproof.explain.solver import (
     choices,
     conclusive,
     fit,
+    orders,
     simple,
     tell_within,
 )
-
-Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
-
-_HERE = Label(Point(-1, -1, ""))
 
 
 @dataclass(frozen=True)
@@ -88,23 +82,26 @@ Test = Callable[[_Asked], Likeness | None]
 def likeness(
     observed: Tensor | None,
     expected: Tensor | None,
-    at: Label = _HERE,
+    at: Label,
     *,
     known: Known | None = None,
     limit: float = 0.0,
-    rounding: float = 0.0,
 ) -> Likeness | None:
-    """The likeness of ``observed`` to ``expected``; None if equal bit for bit, or up to ``limit``.
-
-    ``rounding``: its relative effect on ``observed``, if larger than its type implies.
-    """
+    """The likeness of ``observed`` to ``expected``; None if equal bit for bit, or up to ``limit``."""
     known = known or Known()
     if observed is None or expected is None:
         return _absent(observed, expected, at, known)
     if agrees(observed, expected, limit):
         return None
-    asked = _Asked(observed, expected, at, known, max(limit, rounding, precision_of(expected.dtype).least))
-    return _first((_anothers, *_PLAIN, *_OF_NUMBERS, *_VAGUE), asked) or _different(asked)
+    asked = _Asked(observed, expected, at, known, max(limit, precision_of(expected.dtype).least))
+    found = _first((_anothers, _plain, *_OF_NUMBERS, _sum_with), asked)
+    cosine = torch.nn.functional.cosine_similarity
+    return found or Likeness(
+        "different",
+        at,
+        error=error(observed, expected),
+        cosine=cosine(asked.one.flatten(), asked.two.flatten(), dim=0).item(),
+    )
 
 
 def plainly(
@@ -118,7 +115,7 @@ def plainly(
         return None if observed is None and stands_for_none(expected) else _absent(observed, expected, at, Known())
     known = every() if error(observed, expected) > tell_within(expected.dtype) else Known()
     return _first(
-        (_anothers, *_PLAIN), _Asked(observed.cpu(), expected.cpu(), at, known, precision_of(expected.dtype).least)
+        (_anothers, _plain), _Asked(observed.cpu(), expected.cpu(), at, known, precision_of(expected.dtype).least)
     )
 
 
@@ -148,62 +145,45 @@ def _anothers(asked: _Asked) -> Likeness | None:
     return None if label is None or label == asked.at else Likeness("other", asked.at, label)
 
 
-def _shape(asked: _Asked) -> Likeness | None:
-    same = asked.observed.shape == asked.expected.shape
-    return None if same else Likeness("shape", asked.at, forms=(form(asked.observed), form(asked.expected)))
-
-
-def _not_finite(asked: _Asked) -> Likeness | None:
+def _plain(asked: _Asked) -> Likeness | None:
+    """A tensor of another form, not finite, zero, or through a narrower type."""
+    if asked.observed.shape != asked.expected.shape:
+        return Likeness("shape", asked.at, forms=(form(asked.observed), form(asked.expected)))
     bad = ~asked.one.isfinite() & (asked.one != asked.two)
-    if not bad.any():
-        return None
-    alone = torch.equal(asked.wrong, bad) and asked.but_for(bad)
-    return Likeness("not-finite", asked.at, part=part_of(bad, ~bad & asked.telling) if alone else None)
+    if bad.any():
+        alone = torch.equal(asked.wrong, bad) and asked.but_for(bad)
+        return Likeness("not-finite", asked.at, part=part_of(bad, ~bad & asked.telling) if alone else None)
+    narrow = find_rounding(asked.observed, asked.expected)
+    return _zero(asked) or (Likeness("rounded", asked.at, narrow=narrow) if narrow else None)
 
 
 def _zero(asked: _Asked) -> Likeness | None:
     return Likeness("zero", asked.at) if asked.expected.any() and not asked.observed.any() else None
 
 
-def _find_rounded(asked: _Asked) -> Likeness | None:
-    narrow = find_rounding(asked.observed, asked.expected)
-    return Likeness("rounded", asked.at, narrow=narrow) if narrow else None
-
-
 def _multiple(asked: _Asked) -> Likeness | None:
-    factor = factor_of(asked.one, asked.two, asked.limit)
-    return None if factor is None or factor == 1.0 else Likeness("multiple", asked.at, factor=factor)
-
-
-def factor_of(observed: Tensor, expected: Tensor, limit: float) -> float | None:
-    """Find c with ``observed`` = c * ``expected``, within ``limit``; None without one.
-
-    A whole number or a reciprocal, if close to one.
-    """
-    one, two = observed.flatten().double(), expected.flatten().double()
+    """A multiple: by a whole number or a reciprocal, if close to one."""
+    one, two = asked.one.flatten(), asked.two.flatten()
     size = two.norm().item()
-    if not size or observed.numel() < 2 or not bool(one.isfinite().all()):
+    if not size or one.numel() < 2 or not bool(one.isfinite().all()):
         return None
     factor = (one @ two).item() / size**2
-    if not factor or (one - factor * two).norm().item() > limit * abs(factor) * size:
+    if not factor or (one - factor * two).norm().item() > asked.limit * abs(factor) * size:
         return None
-    return simple(factor, limit * abs(factor), limit)
+    factor = simple(factor, asked.limit * abs(factor), asked.limit)
+    return None if factor == 1.0 else Likeness("multiple", asked.at, factor=factor)
 
 
 def _find_reordered(asked: _Asked) -> Likeness | None:
     observed, expected = asked.observed, asked.expected
     exact = observed.numel() >= FEW and torch.equal(observed.flatten().sort().values, expected.flatten().sort().values)
-    if exact or is_reordered(observed, expected, asked.limit):
-        return Likeness("reordered", asked.at, line="row" if exact and _same_rows(observed, expected) else "element")
-    return None
-
-
-def _same_rows(observed: Tensor, expected: Tensor) -> bool:
-    """True if a batch has the same rows in another order."""
-    if observed.dim() < 2 or not len(observed):
-        return False
-    one, other = (sorted(map(tuple, tensor.flatten(1).tolist())) for tensor in (observed, expected))
-    return one == other
+    if not exact and not is_reordered(observed, expected, asked.limit):
+        return None
+    line = "element"
+    if exact and observed.dim() > 1 and len(observed):
+        one, other = (sorted(map(tuple, tensor.flatten(1).tolist())) for tensor in (observed, expected))
+        line = "row" if one == other else line
+    return Likeness("reordered", asked.at, line=line)
 
 
 def _partly(asked: _Asked) -> Likeness | None:
@@ -212,14 +192,10 @@ def _partly(asked: _Asked) -> Likeness | None:
     if not wrong.any() or not asked.but_for(wrong):
         return None
     inside, part = asked.inside(wrong), part_of(wrong, ~wrong & asked.telling)
-    found = _first((_anothers, _zero, _multiple_there), inside)
-    found = found or _lines_moved(asked) or _find_sum(inside) or Likeness("different", asked.at)
+    enough = conclusive(inside.one.numel(), used=1, atoms=1, limit=inside.limit)
+    found = _first((_anothers, _zero, *([_multiple] if enough else [])), inside)
+    found = found or _lines_moved(asked) or _sum_with(inside) or Likeness("different", asked.at)
     return replace(found, part=part)
-
-
-def _multiple_there(asked: _Asked) -> Likeness | None:
-    enough = conclusive(asked.one.numel(), used=1, atoms=1, limit=asked.limit)
-    return _multiple(asked) if enough else None
 
 
 def part_of(wrong: Tensor, right: Tensor) -> Elements:
@@ -251,10 +227,9 @@ def _lines_moved(asked: _Asked) -> Likeness | None:
     return Likeness("other", asked.at, asked.at, source=source)
 
 
-def _find_sum(asked: _Asked) -> Likeness | None:
-    if not asked.observed.is_floating_point():
-        return None
-    return find_sum(asked.observed, asked.two, asked.at, asked.known, asked.limit)
+def _sum_with(asked: _Asked) -> Likeness | None:
+    floating = asked.observed.is_floating_point()
+    return find_sum(asked.observed, asked.two, asked.at, asked.known, asked.limit) if floating else None
 
 
 def find_sum(observed: Tensor, own: Tensor, at: Label, known: Known, limit: float) -> Likeness | None:
@@ -291,15 +266,73 @@ def sum_of(observed: Tensor, own: Tensor, term: Tensor, *, limit: float, of: int
     return own_part, more
 
 
-def _different(asked: _Asked) -> Likeness:
-    cosine = _cosine(asked.one.flatten(), asked.two.flatten())
-    return Likeness("different", asked.at, error=error(asked.observed, asked.expected), cosine=cosine)
-
-
-def _cosine(one: Tensor, other: Tensor) -> float:
-    return torch.nn.functional.cosine_similarity(one, other, dim=0).item()
-
-
-_PLAIN: tuple[Test, ...] = (_shape, _not_finite, _zero, _find_rounded)
 _OF_NUMBERS: tuple[Test, ...] = (_multiple, _find_reordered, _partly)
-_VAGUE: tuple[Test, ...] = (_find_sum,)
+
+
+def is_reordered(observed: Tensor, says: Tensor, limit: float) -> bool:
+    """True if ``observed`` reorders the elements or lines in ``says``, beyond chance.
+
+    By a single step that moves all elements, such as a shift, a reversal or a transposition; or by any order. Numbers
+    of one kind look alike when sorted, the more so the more there are: so elements in their place count for nothing,
+    and the others must exceed rounding by so much that no choice among all orders of the kind would fit by chance.
+    """
+    one, two = (tensor.double().cpu() for tensor in (observed, says))
+    if one.shape != two.shape or not two.any():
+        return False
+    size = two.abs().max()
+    wrong = (one - two).abs() > limit * size
+    telling = wrong & (torch.maximum(one.abs(), two.abs()) > CLEARLY * limit * size)
+    count = int(telling.sum())
+
+    def no_chance(ways: float) -> bool:
+        """True if chance cannot make all wrong elements right in exp(``ways``) orders."""
+        chance = by_chance(one - two, wrong, two, limit) if count else 1.0
+        return bool(count) and conclusive(count, used=0, atoms=1, limit=chance, ways=ways)
+
+    if no_chance(math.log(two.numel() + two.dim() + 1)):
+        if any(error(one, made) <= limit for made in _shift(one, two) if made.shape == one.shape):
+            return True
+    return no_chance(orders(int(wrong.sum()))) and error(one.flatten().sort()[0], two.flatten().sort()[0]) <= limit
+
+
+def _shift(observed: Tensor, says: Tensor) -> Iterator[Tensor]:
+    """Yield ``says`` with the best shift, reversed along each dimension, and transposed."""
+    one, two = (torch.fft.rfft(tensor.flatten()) for tensor in (observed, says))
+    yield says.roll(int(torch.fft.irfft(one * two.conj(), n=says.numel()).argmax()))
+    yield from (says.flip(dim) for dim in range(says.dim()))
+    if says.dim() > 1:
+        yield says.transpose(0, 1)
+
+
+def by_chance(gap: Tensor, wrong: Tensor, says: Tensor, limit: float) -> float:
+    """Chance for an element as far off as the ``wrong`` elements to be right."""
+    off = gap[wrong].square().mean().sqrt() / says.abs().max()
+    return min(1.0, limit / off.item())
+
+
+_CHANCE = 1e-4  # how likely numbers may be to lie on a grid, or beside it, by chance
+
+
+def find_rounding(observed: Tensor, whole: Tensor) -> str:
+    """Return the narrower type if ``observed`` equals ``whole`` rounded; else empty.
+
+    So many elements of ``whole`` need more digits that chance cannot make all fit: sums of coarse numbers mostly do.
+    """
+    floating = observed.is_floating_point() and whole.is_floating_point()
+    if not floating or observed.shape != whole.shape or torch.equal(observed, whole):
+        return ""
+    for name, dtype in ROUNDED_TO.items():
+        if dtype.itemsize >= observed.dtype.itemsize or not _fits(observed, dtype):
+            continue
+        count = int((whole.to(dtype).to(whole.dtype) != whole).sum())
+        of = max(int(whole.count_nonzero()), count)  # where zeros lie beside the grid, too
+        no_chance = 0 < count and of * math.log((of - count + LEFT) / of) <= math.log(_CHANCE)
+        fits = no_chance and not any(_fits(whole, narrow) for narrow in NARROWER.values())
+        if fits and 0.0 < error(observed, whole) <= max(ROUNDED, 2 * torch.finfo(dtype).eps):
+            return name
+    return ""
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """True if ``dtype`` represents ``tensor`` exactly."""
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)

@@ -12,7 +12,6 @@ CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 ROUNDED = 2.0**-7  # relative: more than rounding to bf16 changes
 ROUNDINGS = 16  # that may add up where a value is worked out from others
 
-SHORT = 3  # elements: fewer are like others, or multiples of them, by chance
 FEW = 8  # things to examine one by one, or equal by chance
 MANY = 32  # elements, or tensors, enough to speak for all
 MOST = 256  # things to examine, or to try, at once out of very many

@@ -17,8 +17,8 @@ from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.recording import Site
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE, DECIDED
-from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.rules.place import or_zeros
+from pipeproof.explain.played import ModelBeside
+from pipeproof.explain.rules.places import or_zeros
 from pipeproof.explain.substitutions import Substitution, between, change_kept, inside, of_data
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Gradient
@@ -69,6 +69,12 @@ class Replay:
         self._evidence, self._end = evidence, perf_counter() + _PATIENCE_S
         losses = evidence.observed.losses(evidence.number) if evidence.run is not None else ()
         self._losses: Sequence[float] = losses if len(losses) == len(self.every) else ()
+        mismatches = evidence.verdict.mismatches
+        # The first microbatch with a wrong loss; by default any shows a substitution's effect.
+        self._first = min((m.microbatch or 0 for m in mismatches if m.law == "loss"), default=0)
+        self._limits = {(m.stage, m.parameter): m.limit or 0.0 for m in mismatches if m.law == "gradient"}
+        every = evidence.expected.gradients.items()
+        self._expected = {site: one.cpu().double() for site, one in every if one is not None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,75 +113,65 @@ class Replay:
         made, own = self._make(0, one), {site for site in self._off if site[0] == last}
         return [one] if made is not None and self._moves(0, made) == wrong and not own <= wrong else []
 
-    @property
-    def _first(self) -> int:
-        """The first microbatch with a wrong loss; by default any shows a substitution's effect."""
-        wrong = [m.microbatch or 0 for m in self._evidence.verdict.mismatches if m.law == "loss"]
-        return min(wrong, default=0)
-
     def _show(self, one: Substitution) -> Contribution | None:
-        """Play the first microbatch; None if this already excludes the substitution."""
+        """Play the first microbatch; None if this already excludes the substitution, as a forward alone may."""
         if perf_counter() > self._end or (self._losses and one.forward != self._evidence.differs("loss")):
             return None
-        if self._losses and not self._is_loss(self.beside.loss_of(self._batch(self._first, one), one.planted)):
-            return None  # a forward alone has shown it
+        if self._losses:
+            loss = self.beside.loss_of(self._batch(self._first, one), one.planted)
+            if loss is None or not is_same_loss(self._losses[self._first], loss):
+                return None
         made = self._make(self._first, one)
         if made is None or not self._gives_loss(self._first, made):
             return None
         return made if self._moves(self._first, made) >= self._evidence.wrong("gradient") else None
 
-    def _is_loss(self, loss: float | None) -> bool:
-        """True if ``loss`` equals the observed loss of the first microbatch."""
-        return loss is not None and is_same_loss(self._losses[self._first], loss)
-
     def _microbatches(self, one: Substitution) -> tuple[int, ...]:
-        """Find the affected microbatches, if the substitution reproduces everything observed."""
-        shown = self._show(one)
-        if shown is None:
-            return ()
-        every = [shown if m == self._first else self._make(m, one) for m in self.every]
-        made = [each for each in every if each is not None]
-        concerned = self._solve(made) if len(made) == len(every) else ()
-        losses = all(self._gives_loss(m, made[m] if m in concerned else self._right[m]) for m in self.every)
-        return concerned if losses and all(self._gives(site, made, concerned) for site in self._off) else ()
+        """Find the affected microbatches, if the substitution reproduces everything observed.
 
-    def _solve(self, made: Sequence[Contribution]) -> tuple[int, ...]:
-        """Find microbatches whose changes sum to the error, by least squares; empty if inconsistent."""
+        Their changes sum to the error, by least squares: each once, or not at all.
+        """
+        shown = self._show(one)
+        every = [] if shown is None else [shown if m == self._first else self._make(m, one) for m in self.every]
+        made = [each for each in every if each is not None]
+        if shown is None or len(made) < len(every):
+            return ()
         count = len(made)
         square, right = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         for site, off in self._off.items():
-            rows, weight = (
-                self._move(site, made).flatten(1),
-                1.0 / max(float(self._expected[site].norm()) ** 2, 1e-300),
-            )
+            rows = self._move(site, made).flatten(1)
+            weight = 1.0 / max(float(self._expected[site].norm()) ** 2, 1e-300)
             square += weight * (rows @ rows.T)
             right += weight * (rows @ off.flatten())
         parts = torch.linalg.lstsq(square, right, driver="gelsd").solution
         whole = parts.round()
         if bool(((parts - whole).abs() > DECIDED).any()) or not {*whole.tolist()} <= {0.0, 1.0}:
             return ()
-        return tuple(m for m, part in enumerate(whole.tolist()) if part)
-
-    def _gives(self, site: Site, made: Sequence[Contribution], concerned: Sequence[int]) -> bool:
-        """True if changes in these microbatches explain a gradient's error."""
-        expected, off = self._expected[site], self._off[site]
-        left = off - self._move(site, made)[[*concerned]].sum(dim=0)
-        most = max(CLOSE, self._limits.get(site, 0.0))
-        return all(
-            left.norm(p=p) <= most * max(one.norm(p=p) for one in (expected, expected + off)) for p in (2.0, torch.inf)
-        )
+        concerned = [m for m, part in enumerate(whole.tolist()) if part]
+        if not all(self._gives_loss(m, made[m] if m in concerned else self._right[m]) for m in self.every):
+            return ()
+        for site, off in self._off.items():
+            left, expected = off - self._move(site, made)[concerned].sum(dim=0), self._expected[site]
+            most = max(CLOSE, self._limits.get(site, 0.0))
+            for p in (2.0, torch.inf):
+                if left.norm(p=p) > most * max(one.norm(p=p) for one in (expected, expected + off)):
+                    return ()
+        return tuple(concerned)
 
     def _move(self, site: Site, made: Sequence[Contribution]) -> Tensor:
         """Changes in a gradient by microbatch."""
         expected, pairs = self._expected[site], zip(made, self._right, strict=True)
-        return torch.stack(
-            [_wide(new.gradients[site], expected) - _wide(old.gradients[site], expected) for new, old in pairs]
-        )
+        moves = (_wide(new.gradients[site], expected) - _wide(old.gradients[site], expected) for new, old in pairs)
+        return torch.stack([*moves])
 
     def _moves(self, microbatch: int, made: Contribution) -> frozenset[Site]:
         """Find gradients that change for a microbatch."""
-        pairs = {site: (made.gradients[site], self._right[microbatch].gradients[site]) for site in self._off}
-        return frozenset(site for site, (one, old) in pairs.items() if not _is_equal(one, old))
+        found = set()
+        for site in self._off:
+            one, other = made.gradients[site], self._right[microbatch].gradients[site]
+            if one is not other and (one is None or other is None or not torch.equal(one, other)):
+                found.add(site)
+        return frozenset(found)
 
     def _make(self, microbatch: int, one: Substitution) -> Contribution | None:
         return self.beside.play(self._batch(microbatch, one), one.planted)
@@ -193,39 +189,23 @@ class Replay:
         return [one for one in made if one is not None]
 
     @cached_property
-    def _limits(self) -> Mapping[tuple[int | None, str | None], float]:
-        """Rounding limits by wrong gradient."""
-        found = [m for m in self._evidence.verdict.mismatches if m.law == "gradient"]
-        return {(m.stage, m.parameter): m.limit or 0.0 for m in found}
-
-    @cached_property
-    def _expected(self) -> Mapping[Site, Tensor]:
-        every = self._evidence.expected.gradients.items()
-        return {site: one.cpu().double() for site, one in every if one is not None}
-
-    @cached_property
     def _off(self) -> Mapping[Site, Tensor]:
         """Gradient errors by site; empty if shapes differ.
 
         A right one with a large error is rounding alone.
         """
-        observed, wrong = self._evidence.gradients, self._evidence.wrong("gradient", "presence")
-        if any(
-            (one := observed.get(site)) is not None and one.shape != expected.shape
-            for site, expected in self._expected.items()
-        ):
-            return {}
-        off = {site: _wide(observed.get(site), expected) - expected for site, expected in self._expected.items()}
+        wrong, off = self._evidence.wrong("gradient", "presence"), dict[Site, Tensor]()
+        for site, expected in self._expected.items():
+            observed = self._evidence.gradients.get(site)
+            if observed is not None and observed.shape != expected.shape:
+                return {}
+            off[site] = _wide(observed, expected) - expected
         return {s: one for s, one in off.items() if s in wrong or not one.norm() > ALIKE * self._expected[s].norm()}
 
 
 def is_same_loss(one: float, other: float) -> bool:
     """True if two numbers may be the same loss."""
     return abs(one - other) <= CLOSE * abs(other)
-
-
-def _is_equal(one: Gradient, other: Gradient) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _wide(gradient: Gradient, like: Tensor) -> Tensor:

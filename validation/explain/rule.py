@@ -12,7 +12,7 @@ from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.explain.evidence import Evidence
 
 Clears = Callable[[Evidence], RuledOut | None]
-Besides = tuple[Sequence[Cause], Sequence[str]]  # further faults, and open questions
+Besides = Callable[[Evidence, Sequence[Cause]], tuple[Sequence[Cause], Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,19 @@ class Rule:
     """
 
     explains: Callable[[Evidence], Sequence[Cause]]
-    clears: Callable[[Evidence], RuledOut | None] = lambda evidence: None
+    clears: Clears = lambda evidence: None
     needs: Callable[[Evidence], bool] = lambda evidence: True
     left: Callable[[Evidence], Sequence[str]] = lambda evidence: ()
     beside: Callable[[Evidence], Sequence[RuledOut]] = lambda evidence: ()
-    besides: Callable[[Evidence, Sequence[Cause]], tuple[Sequence[Cause], Sequence[str]]] = lambda evidence, causes: (
-        (),
-        (),
-    )
+    besides: Besides = lambda evidence, causes: ((), ())
 
 
-def clears(law: str, kinds: tuple[str, ...], words: str) -> Clears:
-    """Exclude ``kinds`` if ``law`` compared something and passed."""
+def clears(law: str, kinds: tuple[str, ...], words: str, *, unless: str = "") -> Clears:
+    """Exclude ``kinds`` if ``law`` compared something and passed, ``unless`` another law failed."""
 
     def rule_out(evidence: Evidence) -> RuledOut | None:
         held = [one for one in evidence.verdict.laws if one.name == law and one.outcome == "pass" and one.checked]
-        return RuledOut(kinds, words, held[0].checked) if held else None
+        return RuledOut(kinds, words, held[0].checked) if held and not (unless and evidence.differs(unless)) else None
 
     return rule_out
 
@@ -50,9 +47,17 @@ def follow_rules(evidence: Evidence, rules: Sequence[Rule]) -> Verdict:
     for rule in (rule for rule in rules if rule.needs(evidence)):
         if causes := rule.explains(evidence):
             more, left = rule.besides(evidence, causes)
-            explanations = alternatives(tuple(dict.fromkeys((*causes, *more))))
-            found = _with_causes(evidence, explanations, [*rule.beside(evidence), *cleared])
-            return replace(found, undecided=tuple(left))
+            first, *others = alternatives(tuple(dict.fromkeys((*causes, *more))))
+            kinds = {cause.kind for explanation in (first, *others) for cause in explanation}
+            return replace(
+                evidence.verdict,
+                mismatches=_nearest(evidence.verdict.mismatches, first[0]),
+                causes=first,
+                alternatives=tuple(others),
+                ruled_out=tuple(one for one in (*rule.beside(evidence), *cleared) if not kinds & set(one.kinds)),
+                cells=_cells(evidence, first) if kinds & OF_MICROBATCHES else None,
+                undecided=tuple(left),
+            )
         if open_ := rule.left(evidence):
             return replace(evidence.verdict, undecided=tuple(open_), ruled_out=tuple(cleared))
         clear = rule.clears(evidence)
@@ -60,25 +65,13 @@ def follow_rules(evidence: Evidence, rules: Sequence[Rule]) -> Verdict:
     return replace(evidence.verdict, ruled_out=tuple(cleared))
 
 
-def _with_causes(evidence: Evidence, explanations: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
-    first, *others = explanations
-    kinds = {cause.kind for explanation in (first, *others) for cause in explanation}
-    found = evidence.attribution if kinds & OF_MICROBATCHES else None
-    return replace(
-        evidence.verdict,
-        mismatches=_nearest(evidence.verdict.mismatches, first[0]),
-        causes=first,
-        alternatives=tuple(others),
-        ruled_out=tuple(one for one in cleared if not kinds & set(one.kinds)),
-        cells=None if found is None else _cells_of(found.cells, first),
-    )
-
-
-def _cells_of(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
-    """Keep ``cells`` that inform about the causes' places."""
+def _cells(evidence: Evidence, causes: Sequence[Cause]) -> Cells | None:
+    """The attribution's cells, if they inform about the causes' places."""
+    cells = None if evidence.attribution is None else evidence.attribution.cells
+    if cells is None or cells.right:
+        return None
     places = {cause.stage for cause in causes if cause.stage is not None}
-    known = cells is not None and all(any(cell.own is not None for cell in cells.rows[stage]) for stage in places)
-    return cells if known and cells is not None and not cells.right else None
+    return cells if all(any(cell.own is not None for cell in cells.rows[stage]) for stage in places) else None
 
 
 def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ...]:

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Mapping
 
-from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.explain.limits import CLEARLY, HALF, ROUNDED
 
 
-def of_sketches(observed: Sketch, expected: Sketch, at: Label | None = None) -> Likeness | None:
+def of_sketches(observed: Sketch, expected: Sketch) -> Likeness | None:
     """Find the change from ``expected`` to ``observed``, if sketches show it."""
     if is_rounded_sketch(observed, expected):
-        return Likeness("rounded", at, narrow=observed.narrow)
+        return Likeness("rounded", narrow=observed.narrow)
     factor = observed.factor(expected)
     if factor is not None and abs(factor - 1.0) > CLEARLY * max(observed.limit, expected.limit):
-        return Likeness("multiple", at, factor=factor)
-    return Likeness("reordered", at, line="element") if observed.is_reordered(expected) else None
+        return Likeness("multiple", factor=factor)
+    return Likeness("reordered", line="element") if observed.is_reordered(expected) else None
 
 
 def is_rounded_sketch(observed: Sketch, expected: Sketch) -> bool:

@@ -159,9 +159,19 @@ def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[i
     """Select atoms (N, D) one at a time, until observed (D) leaves the norm ``goal``, or at ``most`` atoms.
 
     The common part of each atom with the rest of ``observed``, and the size of its new part, carry over from step to
-    step: each step then reads the atoms once, and writes none.
+    step: each step then reads the atoms once, and writes none. Long ones become shorter with almost the same inner
+    products, as signed sums of random elements.
     """
-    target, rows = _sketch(observed, atoms)
+    target, rows, size = observed, atoms, len(observed)
+    if size > 2 * _SKETCH:
+        generator = torch.Generator().manual_seed(0)
+        bucket = torch.randint(_SKETCH, (size,), generator=generator)
+        sign = torch.randint(2, (size,), generator=generator).double() * 2 - 1
+        short = [torch.zeros(len(each), _SKETCH, dtype=torch.float64) for each in (observed[None], atoms)]
+        target, rows = (
+            made.index_add_(1, bucket, each * sign) for made, each in zip(short, (observed[None], atoms), strict=True)
+        )
+        target = target[0]
     norms = rows.norm(dim=1)
     rows = rows / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
     usable, common, new = norms > 0, rows @ target, torch.ones_like(norms)  # new: squares
@@ -191,102 +201,57 @@ def find_alike(atoms: Tensor, picked: Sequence[int], limit: float) -> set[int]:
     return {k for k, row in zip(picked, close, strict=True) if int(row.sum()) > 1}
 
 
-def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with fewer elements and almost the same inner products: signed sums of random elements."""
-    size = len(observed)
-    if size <= 2 * _SKETCH:
-        return observed, atoms
-    generator = torch.Generator().manual_seed(0)
-    bucket = torch.randint(_SKETCH, (size,), generator=generator)
-    sign = torch.randint(2, (size,), generator=generator).double() * 2 - 1
-    short = [
-        torch.zeros(len(rows), _SKETCH, dtype=torch.float64).index_add_(1, bucket, rows * sign)
-        for rows in (observed[None], atoms)
-    ]
-    return short[0][0], short[1]
-
-
-@dataclass(frozen=True)
-class ParameterLayout:
-    """Parameters laid end to end, each scaled by its expected gradient, so that all count alike."""
-
-    names: tuple[str, ...]
-    sizes: list[int]
-    scale: Tensor
-
-    @classmethod
-    def of(cls, expected: Mapping[str, Gradient]) -> Self:
-        """Lay out all parameters in ``expected``."""
-        sizes = [0 if gradient is None else gradient.numel() for gradient in expected.values()]
-        scales = torch.tensor([size_of(gradient) for gradient in expected.values()], dtype=torch.float64)
-        return cls(tuple(expected), sizes, scales.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
-
-    def rows(self, every: Sequence[Mapping[str, Gradient]]) -> Tensor:
-        """Lay gradients end to end in fp64 (N, D); zeros for None."""
-        made = torch.empty(len(every), len(self.scale), dtype=torch.float64)
-        for row, gradients in zip(made, every, strict=True):
-            found = zip(self.sizes, map(gradients.get, self.names), strict=True)
-            flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
-            torch.cat([torch.zeros(0), *flat], out=row)
-        return made.div_(self.scale)
-
-    def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """Split tensors (..., D) by parameter."""
-        return dict(zip(self.names, torch.split(rows, self.sizes, dim=-1), strict=True))
-
-
 @dataclass(frozen=True)
 class System:
-    """A stage's parameter gradients, with atoms as rows."""
+    """A stage's gradients, all parameters end to end, with atoms as rows; each scaled alike by its expected gradient.
 
-    layout: ParameterLayout
+    ``sizes`` by parameter.
+    """
+
     atoms: Sequence[Atom]
+    sizes: Mapping[str, int]
     target: Tensor
     rows: Tensor
 
     @classmethod
-    def of(cls, atoms: Sequence[Atom], layout: ParameterLayout, observed: Mapping[str, Gradient]) -> Self:
-        """Build the system for the parameters in ``layout``, all with gradients."""
-        return cls(layout, atoms, layout.rows([observed])[0], layout.rows([atom.gradients for atom in atoms]))
+    def of(cls, atoms: Sequence[Atom], expected: Mapping[str, Tensor], observed: Mapping[str, Gradient]) -> Self:
+        """Build the system for the parameters in ``expected``, in fp64; zeros for None."""
+        sizes = {name: one.numel() for name, one in expected.items()}
+        scales = torch.tensor([one.double().norm().item() or 1.0 for one in expected.values()], dtype=torch.float64)
+        every = [observed, *(atom.gradients for atom in atoms)]
+        made = torch.empty(len(every), sum(sizes.values()), dtype=torch.float64)
+        for row, gradients in zip(made, every, strict=True):
+            found = [(size, gradients.get(name)) for name, size in sizes.items()]
+            flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
+            torch.cat([torch.zeros(0), *flat], out=row)
+        made.div_(scales.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)))
+        return cls(atoms, sizes, made[0], made[1:])
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.layout.names
+    def only(self, names: Sequence[str]) -> Self:
+        """Restrict to ``names``."""
+        chosen = torch.tensor([name in names for name in self.sizes], dtype=torch.bool)
+        kept = chosen.repeat_interleave(torch.tensor([*self.sizes.values()], dtype=torch.int64))
+        sizes = {name: size for name, size in self.sizes.items() if name in names}
+        return replace(self, sizes=sizes, target=self.target[kept], rows=self.rows[:, kept])
 
     @cached_property
     def size(self) -> int:
         """Count elements, without constant zeros."""
         return int(((self.rows != 0).any(dim=0) | (self.target != 0)).sum())
 
-    def only(self, names: Sequence[str]) -> Self:
-        """Restrict to ``names``."""
-        kept = [k for k, name in enumerate(self.names) if name in names]
-
-        def part(rows: Tensor) -> Tensor:
-            pieces = torch.split(rows, self.layout.sizes, dim=-1)
-            return torch.cat([rows[..., :0], *(pieces[k] for k in kept)], dim=-1)
-
-        sizes = [self.layout.sizes[k] for k in kept]
-        layout = ParameterLayout(tuple(self.names[k] for k in kept), sizes, part(self.layout.scale))
-        return type(self)(layout, self.atoms, part(self.target), part(self.rows))
-
     def conclusive(self, used: int, limit: float) -> bool:
         """True if an explanation by ``used`` atoms cannot be chance."""
         return conclusive(self.size, used=used, atoms=len(self.atoms), limit=limit)
 
-    def residual(self, weights: Sequence[float]) -> float:
-        """Residual over all parameters after ``weights`` on the atoms, relative to the addends' size."""
-        return residual_of(self.target, self.rows, weights)
+    def residual(self, terms: Mapping[Term, float]) -> float:
+        """Residual over all parameters after ``terms``, relative to the addends' size."""
+        return residual_of(self.target, self.rows, [terms.get(atom.term, 0.0) for atom in self.atoms])
 
-    def residuals(self, weights: Sequence[float]) -> dict[str, float]:
+    def residuals(self, terms: Mapping[Term, float]) -> dict[str, float]:
         """The same for each parameter."""
-        targets, rows = self.layout.split(self.target), self.layout.split(self.rows)
-        return {name: residual_of(targets[name], rows[name], weights) for name in self.names}
-
-
-def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
-    """Coefficients by atom, 0 by default."""
-    return [terms.get(atom.term, 0.0) for atom in atoms]
+        weights, sizes = [terms.get(atom.term, 0.0) for atom in self.atoms], [*self.sizes.values()]
+        parts = zip(self.sizes, torch.split(self.target, sizes), torch.split(self.rows, sizes, dim=1), strict=True)
+        return {name: residual_of(target, rows, weights) for name, target, rows in parts}
 
 
 def drop_small(terms: Mapping[Term, float]) -> dict[Term, float]:
@@ -314,11 +279,6 @@ def of_rounding(observed: Gradient, expected: Gradient, wide: Gradient, largest:
     floor = rounding_of(expected.cpu(), wide)
     small = expected.abs().max().item() <= floor.precision.most * largest
     return small and floor.noise and floor.compare(observed.cpu(), expected.cpu())[1] == "pass"
-
-
-def size_of(gradient: Gradient) -> float:
-    """A gradient's norm; 1 for zero or None."""
-    return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0
 
 
 def limit_of(expected: Gradient, wide: Gradient, *, coarse: torch.dtype | None = None) -> float:

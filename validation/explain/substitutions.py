@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeproof.core.observe.likeness import ROUNDED_TO, narrower
 from pipeproof.core.observe.recording import Site
-from pipeproof.explain.model_beside import ModelBeside, Planted
+from pipeproof.explain.played import ModelBeside, Planted
 from pipeproof.reference.data import Batch
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage, Values, passing
@@ -48,11 +48,11 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
     for stage in ends:
         places, there, back = beside.ends(stage), (stage + 1,), (stage,)
         for kind, text, way in _changes("its input", places, dtype):
-            yield Substitution(kind, text, there, True, _passing(beside, stage, there=way))
+            yield Substitution(kind, text, there, True, _planted(_passage(beside, stage, there=way)))
         for kind, text, way in _changes("its output gradient", [f"the gradient of {one}" for one in places], dtype):
-            yield Substitution(kind, text, back, False, _passing(beside, stage, back=way))
+            yield Substitution(kind, text, back, False, _planted(_passage(beside, stage, back=way)))
         for name in narrower(dtype):
-            both = _passing(beside, stage, there=_round(name), back=_round(name))
+            both = _planted(_passage(beside, stage, there=_round(name), back=_round(name)))
             text = f"its input and its input gradient are {name}-rounded"
             yield Substitution("rounded", text, there, True, both)
         for other in ends[: ends.index(stage)]:
@@ -67,7 +67,7 @@ def between(beside: ModelBeside, stages: int, dtype: torch.dtype) -> Iterator[Su
             ("backward", False, {"back": way}),
             ("both ways", True, {"there": way, "back": way}),
         ):
-            every = partial(passing, passages=[_passage(beside, stage, **ways) for stage in ends])
+            every = _planted(*(_passage(beside, stage, **ways) for stage in ends))
             yield Substitution("rounded", f"what passes {text} between stages is {name}-rounded", (), forward, every)
 
 
@@ -84,6 +84,14 @@ def of_data(batches: Sequence[Batch]) -> Iterator[Substitution]:
             kind, what = ("altered", "zero") if other is None else ("swapped-data", f"microbatch {other}'s")
             given = partial(_with_input, batches, k, other)
             yield Substitution(kind, f"its input {k} is {what}", (0,), True, given=given)
+
+
+def _with_input(batches: Sequence[Batch], k: int, other: int | None, m: int) -> Batch:
+    """Microbatch m with input ``k`` from ``other``, if the shapes match, or with zeros."""
+    own = batches[m]
+    given = torch.zeros_like(own.inputs[k]) if other is None else batches[other].inputs[k]
+    same = given.shape == own.inputs[k].shape
+    return replace(own, inputs=(*own.inputs[:k], given, *own.inputs[k + 1 :])) if same else own
 
 
 def inside(
@@ -113,8 +121,8 @@ def inside(
 
 
 def _multiply(point: Passage, stages: tuple[int, ...], what: str, factor: float, *ways: str) -> Substitution:
-    passage = Passage(point.places, into=point.into, **dict.fromkeys(ways, _times(factor)))
-    planted = partial(passing, passages=[passage])
+    way = _each(lambda one: one * factor)
+    planted = _planted(Passage(point.places, into=point.into, **dict.fromkeys(ways, way)))
     return Substitution("computation", f"{what} is multiplied by {factor:g}", stages, "there" in ways, planted)
 
 
@@ -136,10 +144,6 @@ def _each(change: Change, concerned: int | None = None) -> Way:
     return lambda values: tuple(
         one if one is None or concerned not in (None, k) else change(one) for k, one in enumerate(values)
     )
-
-
-def _times(factor: float) -> Way:
-    return _each(lambda one: one * factor)
 
 
 def _round(name: str, concerned: int | None = None) -> Way:
@@ -165,8 +169,8 @@ def _passage(beside: ModelBeside, stage: int, **ways: Way) -> Passage:
     return Passage(places, into=into, **ways)
 
 
-def _passing(beside: ModelBeside, stage: int, **ways: Way) -> Planted:
-    return partial(passing, passages=[_passage(beside, stage, **ways)])
+def _planted(*passages: Passage) -> Planted:
+    return partial(passing, passages=passages)
 
 
 def _repeat_passage(beside: ModelBeside, stage: int, other: int) -> Planted:
@@ -180,7 +184,7 @@ def _repeat_passage(beside: ModelBeside, stage: int, other: int) -> Planted:
     def again(values: Values) -> Values:
         return held[0] if held and _shapes(held[0]) == _shapes(values) else values
 
-    return partial(passing, passages=[_passage(beside, other, there=hold), _passage(beside, stage, there=again)])
+    return _planted(_passage(beside, other, there=hold), _passage(beside, stage, there=again))
 
 
 def _keeping(beside: ModelBeside, stage: int, change: Change) -> Planted:
@@ -196,19 +200,11 @@ def _keeping(beside: ModelBeside, stage: int, change: Change) -> Planted:
             one.data.copy_(change(one.data))
         return gradients
 
-    return partial(passing, passages=[_passage(beside, stage - 1, there=hold), _passage(beside, stage, back=overwrite)])
+    return _planted(_passage(beside, stage - 1, there=hold), _passage(beside, stage, back=overwrite))
 
 
 def _noise(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
-
-
-def _with_input(batches: Sequence[Batch], k: int, other: int | None, m: int) -> Batch:
-    """Microbatch m with input ``k`` from ``other``, if the shapes match, or with zeros."""
-    own = batches[m]
-    given = torch.zeros_like(own.inputs[k]) if other is None else batches[other].inputs[k]
-    same = given.shape == own.inputs[k].shape
-    return replace(own, inputs=(*own.inputs[:k], given, *own.inputs[k + 1 :])) if same else own
 
 
 def _group_alike(names: Iterable[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:

@@ -4,7 +4,6 @@ A cause reaches anything behind it in the step: from a forward everything, from 
 and of those before it, from a sum that sum alone. Mismatches that a cause may reach are left out.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause
@@ -41,21 +40,17 @@ def with_uncovered(verdict: Verdict, evidence: Evidence) -> Verdict:
         ran = {cause.kind for cause in causes} >= _COUNTED or any(one.what == "forward" for one in wrong)
         wrong = [one for one in wrong if not any(_reaches(cause, one, evidence, ran=ran) for cause in causes)]
     laws = dict.fromkeys(one.law for one in wrong)
-    left = "; ".join(_describe_law(law, [one for one in wrong if one.law == law]) for law in laws)
+    parts = []
+    for law in laws:
+        found_there = [one for one in wrong if one.law == law]
+        names = sorted({one.parameter for one in found_there if one.parameter is not None})
+        microbatches = sorted({one.microbatch for one in found_there if one.microbatch is not None})
+        stages = sorted({one.stage for one in found_there if one.stage is not None})
+        text = law + (f" of {first_few(names)}" if names else "")
+        text += f" of microbatch{'es' * (len(microbatches) > 1)} {first_few(microbatches)}" if microbatches else ""
+        parts.append(text + (f" in stage{'s' * (len(stages) > 1)} {first_few(stages)}" if stages else ""))
+    left = "; ".join(parts)
     return replace(verdict, undecided=(*verdict.undecided, f"{words}: {left}")) if words and left else verdict
-
-
-def _describe_law(law: str, wrong: Sequence[Mismatch]) -> str:
-    """Describe ``law`` with its failing parameters, microbatches and stages."""
-    names = sorted({one.parameter for one in wrong if one.parameter is not None})
-    microbatches = sorted({one.microbatch for one in wrong if one.microbatch is not None})
-    stages = sorted({one.stage for one in wrong if one.stage is not None})
-    parts = [
-        f" of {first_few(names)}" if names else "",
-        f" of microbatch{'es' * (len(microbatches) > 1)} {first_few(microbatches)}" if microbatches else "",
-        f" in stage{'s' * (len(stages) > 1)} {first_few(stages)}" if stages else "",
-    ]
-    return law + "".join(parts)
 
 
 def _reaches(cause: Cause, one: Mismatch, evidence: Evidence, *, ran: bool) -> bool:

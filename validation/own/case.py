@@ -1,25 +1,30 @@
 """Cases: a validation's inputs as one value, and as its replay line.
 
-A user's schedule goes by file name, and the file's content travels with the case.
+A user's schedule goes by file name, and is read once: the file's content travels with the case, for ranks may lack it.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from pipeproof.own.own_schedule import own_schedule
 from pipeproof.own.runtimes import OPTIONS, OWN, RUNTIMES, why_not
-from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.files import is_csv, read_file
+from pipeproof.pipeline.laws import check
 from pipeproof.pipeline.mesh import AXES
 from pipeproof.pipeline.partition import by_sizes
 from pipeproof.pipeline.program import Program
-from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.program_laws import check as check_program
+from pipeproof.pipeline.program_laws import runnable
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, list_known
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, check_count
+from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.worlds import accelerator
+from pipeproof.worlds.launcher import under_torchrun
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
@@ -102,18 +107,7 @@ class Case:
         if not self.plan or self.plan[-1] != "train":
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
-        if self.reason:
-            raise CaseError(f"runtime={self.runtime} cannot run this: {self.reason}")
-
-    @property
-    def sizes_differ(self) -> bool:
-        """True if microbatches differ in shape; text with fewer counted targets does not."""
-        return self.ragged or (self.unequal and not self.model.startswith("gpt"))
-
-    @property
-    def reason(self) -> str:
-        """Why the runtime cannot run this case; empty if it can."""
-        return why_not(
+        reason = why_not(
             self.runtime,
             self.options,
             schedule=self.schedule,
@@ -122,6 +116,13 @@ class Case:
             sizes_differ=self.sizes_differ,
             specimen=self.specimen,
         )
+        if reason:
+            raise CaseError(f"runtime={self.runtime} cannot run this: {reason}")
+
+    @property
+    def sizes_differ(self) -> bool:
+        """True if microbatches differ in shape; text with fewer counted targets does not."""
+        return self.ragged or (self.unequal and not self.model.startswith("gpt"))
 
     def _agree(self) -> None:
         """Raise unless the case's numbers match its file."""
@@ -177,25 +178,21 @@ class Case:
         return f"{self.schedule}, {sizes}, seed {self.seed}, model {self.model}, loss {self.loss}"
 
     def __str__(self) -> str:
-        head = f"{self.schedule} r{self.ranks} s{self.stages} m{self.microbatches}"
-        return " ".join([head, f"split={','.join(map(str, self.split))}", *self._words()])
-
-    def _words(self) -> Iterator[str]:
+        split = ",".join(map(str, self.split))
+        words = [f"{self.schedule} r{self.ranks} s{self.stages} m{self.microbatches} split={split}"]
         for option in _options()[1:]:
             value = getattr(self, option.name)
-            if isinstance(value, tuple):
-                if value != option.default:
-                    yield f"{option.name}={'+'.join(value)}"
-            elif isinstance(value, bool):
-                if value:
-                    yield option.name
+            if value is True:
+                words.append(option.name)
             elif value != option.default or option.name in ("model", "seed"):
-                yield f"{option.name}={value}"
+                words.append(f"{option.name}={'+'.join(value) if isinstance(value, tuple) else value}")
+        return " ".join(words)
 
     @property
     def config(self) -> dict[str, Any]:
         """Plain data, as in configs and records: axes under their own names."""
-        return {name: _plain(getattr(self, option.name)) for name, option in config_fields().items()}
+        found = {name: getattr(self, option.name) for name, option in config_fields().items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Case":
@@ -261,11 +258,35 @@ def config_fields() -> dict[str, Field[Any]]:
     return {AXES.get(option.name, option.name): option for option in fields(Case) if option.name != "own"}
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def most_stages(own: Schedule | Program) -> int:
     """Return the largest stage count per rank: V if all are equal."""
     schedule = own.schedule if isinstance(own, Program) else own
     return max(Counter(schedule.placement).values())
+
+
+def own_schedule(path: str | Path) -> Schedule | Program:
+    """Read and check a schedule file. Under torchrun rank 0 reads it, and all ranks must call this.
+
+    Raises ``LawBroken``, or ``ScheduleError`` for an unreadable schedule.
+    """
+    if not under_torchrun():
+        found = _read(path)
+    else:
+        from pipeproof.worlds.side_store import side_store  # it loads torch
+
+        side = side_store()
+        mine = _read(path) if side.rank == 0 else None
+        found = side.gather(mine, what="reading a schedule", bound_s=DEFAULT_TIMEOUT_S)[0]
+    if isinstance(found, ScheduleError):
+        raise found
+    return found
+
+
+def _read(path: str | Path) -> Schedule | Program | ScheduleError:
+    """Return a schedule or an error, so that errors can reach other ranks."""
+    try:
+        found = read_file(path)
+        # A program that deadlocks only on ordered transports may run on others.
+        return check_program(found, laws=runnable(in_order=False)) if isinstance(found, Program) else check(found)
+    except ScheduleError as error:
+        return error

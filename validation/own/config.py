@@ -92,23 +92,14 @@ def read_config(path: str) -> Config:
     if why := accelerator.refusal(data.get("device", accelerator.CPU)):
         raise CaseError(f"{path}: {why}")
     config = Config(data, path)
-    _check_axes(config)
-    return config
-
-
-def _check_axes(config: Config) -> None:
-    """Raise ``CaseError`` for incompatible axes."""
     dp, tp, sp, cp, ep = (config[name] for name in ("dp", "tp", "sp", "cp", "ep"))
     if tp > 1 and sp > 1:
-        raise CaseError(
-            f"{config.name}: tp {tp} and sp {sp} do the same work: sp cuts layers as tp does, and sequences too; leave "
-            "one out"
-        )
+        same = "sp cuts layers as tp does, and sequences too"
+        raise CaseError(f"{path}: tp {tp} and sp {sp} do the same work: {same}; leave one out")
     if dp * cp % ep:
-        raise CaseError(
-            f"{config.name}: ep {ep} does not divide dp * cp {dp * cp}: experts are spread over these ranks; use a "
-            "divisor"
-        )
+        over = f"ep {ep} does not divide dp * cp {dp * cp}"
+        raise CaseError(f"{path}: {over}: experts are spread over these ranks; use a divisor")
+    return config
 
 
 def _check_types(data: Mapping[str, Any], path: str) -> None:

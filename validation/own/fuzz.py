@@ -1,7 +1,7 @@
 """Fuzzing our own runtime: what a case may be, and how a campaign of cases stands."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
@@ -97,24 +97,42 @@ def _fewest(schedule: str, ranks: int, virtual: int) -> int:
     return MAX_MICROBATCHES
 
 
+COUNTED = ("verdicts", "tiers", "schedules", "replicas", "dtypes", "transports", "deciders")
+_TIERS = {"bitwise": "bit for bit"}
+
+
+@dataclass(frozen=True)
+class SmallestFailure:
+    """The smallest failing case that shrinking reached, with its verdict, which is a crash's where the ranks failed.
+
+    ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
+    ``decision``: what decided the run; None on real ranks.
+    """
+
+    case: Case
+    verdict: Verdict
+    repeated: bool = True
+    decision: Decision | None = None
+
+
 @dataclass
 class Tally:
-    """How a campaign stands."""
+    """How a campaign stands. ``counts``: cases by each of ``COUNTED``; transports and deciders are of simulated ranks.
+
+    ``part``: how many of the budget are drawn next; 0: all. ``undecided``: cases in which rounding is too coarse.
+    ``each``: all verdicts, without the numbers that only a page of its own shows.
+    """
 
     budget: int
     began: float = field(default_factory=perf_counter)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    tiers: Counter[str] = field(default_factory=Counter)
-    schedules: Counter[str] = field(default_factory=Counter)
-    replicas: Counter[str] = field(default_factory=Counter)
-    dtypes: Counter[str] = field(default_factory=Counter)
-    transports: Counter[str] = field(default_factory=Counter)  # of simulated ranks
-    deciders: Counter[str] = field(default_factory=Counter)  # who decides what happens next among these
-    failures: list["SmallestFailure"] = field(default_factory=list)
-    undecided: list["SmallestFailure"] = field(default_factory=list)  # rounding is too coarse in them
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter[str]() for name in COUNTED})
+    failures: list[SmallestFailure] = field(default_factory=list)
+    undecided: list[SmallestFailure] = field(default_factory=list)
+    each: list[Verdict] = field(default_factory=list)
+    part: int = 0
 
     @property
-    def smallest(self) -> "SmallestFailure | None":
+    def smallest(self) -> SmallestFailure | None:
         """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
         if not self.failures:
             return None
@@ -122,77 +140,35 @@ class Tally:
         again = [found for found in self.failures if times[found.case] > 1]
         return min(again or self.failures, key=lambda one: (one.case.stages, one.case.microbatches, one.case.layers))
 
-    each: list[Verdict] = field(default_factory=list)  # without the numbers that only a page of its own shows
-
     @property
     def cases(self) -> int:
         """Cases run so far, those of shrinking included."""
-        return self.verdicts.total()
+        return self.counts["verdicts"].total()
 
     @property
-    def cases_per_second(self) -> float:
-        """Over the whole campaign so far."""
-        return self.cases / max(perf_counter() - self.began, 1e-9)
-
-    @property
-    def by_schedule(self) -> str:
-        """How many cases each schedule had."""
-        return ", ".join(f"{name} {count}" for name, count in sorted(self.schedules.items()))
-
-    @property
-    def by_replicas(self) -> str:
-        """How many cases had replicas; empty if none had."""
-        several = sum(count for replicas, count in self.replicas.items() if replicas != "1")
-        return f"; {some(several, 'case')} with replicas" if several else ""
-
-    @property
-    def by_decision(self) -> str:
-        """How many cases of simulated ranks each transport had, and each that decides; empty on real ones."""
-        kinds = ("transports", self.transports), ("interleavings", self.deciders)
-        drawn = [(what, ", ".join(f"{name} {count}" for name, count in sorted(by.items()))) for what, by in kinds if by]
-        return "; ".join(f"{what}: {counts}" for what, counts in drawn)
-
-    def add(self, part: "Tally") -> None:
-        """Count what a part of the campaign counted."""
-        for name, counter in self.counts.items():
-            counter.update(part.counts[name])
-        self.failures += part.failures
-        self.undecided += part.undecided
-        self.each += part.each
-
-    @property
-    def counts(self) -> "Mapping[str, Counter[str]]":
-        """All that is counted, by what it is counted by."""
-        names = ("verdicts", "tiers", "schedules", "replicas", "dtypes", "transports", "deciders")
-        return {name: getattr(self, name) for name in names}
+    def details(self) -> str:
+        """How many cases each schedule had, replicas had, and each that decides simulated ranks, in a line or two."""
+        listed = {
+            what: ", ".join(f"{name} {count}" for name, count in sorted(by.items())) for what, by in self.counts.items()
+        }
+        several = sum(count for replicas, count in self.counts["replicas"].items() if replicas != "1")
+        drawn = {"transports": listed["transports"], "interleavings": listed["deciders"]}
+        lines = (
+            listed["schedules"] + (f"; {some(several, 'case')} with replicas" if several else ""),
+            "; ".join(f"{what}: {counts}" for what, counts in drawn.items() if counts),
+        )
+        return "\n".join(lines).rstrip("\n")
 
     def __str__(self) -> str:
-        tiers = ", ".join(f"{count} {_TIERS.get(one, one)}" for one, count in self.tiers.most_common() if one != "none")
-        passed = f"{self.verdicts['pass']} passed" + (f" ({tiers})" if tiers else "")
-        others = {word: count for word, count in self.verdicts.items() if word not in ("pass", "fail")}
+        counts = self.counts
+        known = ((count, _TIERS.get(one, one)) for one, count in counts["tiers"].most_common() if one != "none")
+        tiers = ", ".join(f"{count} {tier}" for count, tier in known)
+        others = {word: count for word, count in counts["verdicts"].items() if word not in ("pass", "fail")}
         rest = "".join(f", {count} {word}" for word, count in sorted(others.items()))
-        rate = f"{self.cases_per_second:.1f} cases/s"
-        return f"{some(self.cases, 'case')}: {passed}, {self.verdicts['fail']} failed{rest}; {rate}"
-
-
-@dataclass(frozen=True)
-class SmallestFailure:
-    """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
-
-    ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
-    ``decision``: what decided the run; None on real ranks.
-    """
-
-    case: Case
-    verdict: Verdict | None
-    failure: RankFailed | None
-    repeated: bool = True
-    decision: Decision | None = None
-
-    @property
-    def ending(self) -> Verdict:
-        """The verdict, or what it is where the ranks failed."""
-        return crash_verdict(self.case, self.failure) if self.verdict is None else self.verdict
+        passed, failed = counts["verdicts"]["pass"], counts["verdicts"]["fail"]
+        rate = f"{self.cases / max(perf_counter() - self.began, 1e-9):.1f} cases/s"
+        each = f"{passed} passed{f' ({tiers})' if tiers else ''}, {failed} failed{rest}"
+        return f"{some(self.cases, 'case')}: {each}; {rate}"
 
 
 _unexplained = partial(validate, explain=False)
@@ -205,15 +181,6 @@ def judge_case(case: Case, world: World, *, validated: Callable[[Case, World], V
         if verdict.outcome != "pass":
             break  # with its seed left in the world, so that who explains it has the same
     return verdict
-
-
-def _is_undecided(verdict: Verdict) -> bool:
-    """Whether all was compared, and what differs is neither rounding for certain nor a fault for certain."""
-    return verdict.outcome == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
-
-
-def _draw_decision(deciding: Deciding, case: Case) -> st.SearchStrategy[tuple[Case, Decision]]:
-    return deciding(case).map(lambda decision: (case, decision))
 
 
 def fuzz(
@@ -239,35 +206,32 @@ def fuzz(
         if decision is not None:
             world.decide(decision)
         try:
-            verdict, failure = run(case, world), None
+            verdict = run(case, world)
+            outcome: str = verdict.outcome
         except RankFailed as error:
-            verdict, failure = None, error
-        outcome = "hang or crash" if verdict is None else verdict.outcome
-        tally.verdicts[outcome] += 1
-        tally.tiers[verdict.tier if verdict is not None else "none"] += 1
-        tally.schedules[case.schedule] += 1
-        tally.replicas[str(case.replicas)] += 1
-        tally.dtypes[case.dtype] += 1
-        if (by := world.decision) is not None:
-            tally.transports[by.transport.value] += 1
-            tally.deciders[by.decider] += 1
-        tally.each.append(replace(SmallestFailure(case, verdict, failure).ending, measured=Measured()))
+            verdict, outcome = crash_verdict(case, error), "hang or crash"
+        by = world.decision
+        decided = {} if by is None else {"transports": by.transport.value, "deciders": by.decider}
+        named = {"schedules": case.schedule, "replicas": str(case.replicas), "dtypes": case.dtype}
+        for name, value in {"verdicts": outcome, "tiers": verdict.tier, **named, **decided}.items():
+            tally.counts[name][value] += 1
+        tally.each.append(replace(verdict, measured=Measured()))
         progress()
-        if verdict is not None and _is_undecided(verdict):
-            tally.undecided.append(SmallestFailure(case, verdict, None, decision=by))
-        elif outcome != "pass":
-            tally.failures.append(SmallestFailure(case, verdict, failure, decision=by))
-            return False
-        return True
+        # Undecided: all was compared, and what differs is neither rounding for certain nor a fault for certain.
+        ended = verdict.ended or verdict.stopped
+        undecided = outcome == "unknown" and bool(verdict.mismatches) and not ended
+        if undecided or outcome != "pass":
+            kept = tally.undecided if undecided else tally.failures
+            kept.append(SmallestFailure(case, verdict, decision=by))
+        return undecided or outcome == "pass"
 
-    drawn = st.tuples(every, st.none()) if deciding is None else every.flatmap(partial(_draw_decision, deciding))
-    ending = draw(drawn, attempt, budget=tally.budget, seed_=seed_)
-    if ending is CampaignEnd.FAILED:
+    def decide(case: Case, deciding: Deciding) -> st.SearchStrategy[tuple[Case, Decision]]:
+        return deciding(case).map(lambda decision: (case, decision))
+
+    drawn: st.SearchStrategy[Any] = st.tuples(every, st.none())
+    if deciding is not None:
+        drawn = every.flatmap(partial(decide, deciding=deciding))
+    if draw(drawn, attempt, budget=tally.part or tally.budget, seed_=seed_) is CampaignEnd.FAILED:
         return tally.failures[-1]  # Hypothesis runs the smallest once more at the end
-    if (smallest := tally.smallest) is None:
-        return None
-    cases_ = [found.case for found in tally.failures]
-    return replace(smallest, repeated=len(set(cases_)) < len(cases_))
-
-
-_TIERS = {"bitwise": "bit for bit"}
+    again = len({found.case for found in tally.failures}) < len(tally.failures)
+    return tally.smallest and replace(tally.smallest, repeated=again)

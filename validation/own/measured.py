@@ -61,19 +61,19 @@ class _Sleeping(AroundStage):
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         self._sleep(Kind.FORWARD, microbatch)
-        return super().forward(microbatch, inputs, goal)
+        return self.inner.forward(microbatch, inputs, goal)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         self._sleep(Kind.BACKWARD, microbatch)
-        return super().backward(microbatch, gradients)
+        return self.inner.backward(microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
         self._sleep(Kind.BACKWARD_INPUT, microbatch)
-        return super().backward_input(microbatch, gradients)
+        return self.inner.backward_input(microbatch, gradients)
 
     def backward_weight(self, microbatch: int) -> None:
         self._sleep(Kind.BACKWARD_WEIGHT, microbatch)
-        super().backward_weight(microbatch)
+        self.inner.backward_weight(microbatch)
 
     def _sleep(self, kind: Kind, microbatch: int) -> None:
         time.sleep(self._times(Action(self.index, kind, microbatch)))

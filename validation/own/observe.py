@@ -1,21 +1,25 @@
-"""Run a case on real ranks and collect results. Observers wrap parts of the step."""
+"""Run a case on real ranks and collect results. Observers wrap parts of the step.
 
-from collections.abc import Sequence
+Replicas of a pipeline must all agree, and the first one is judged.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.core.observe.fence import Fence, looking
-from pipeproof.core.observe.observed import Observed, RankOperation
+from pipeproof.core.observe.observed import Claim, Observed, RankOperation
 from pipeproof.core.observe.recorder import Recorder
 from pipeproof.core.observe.recording import Site
 from pipeproof.core.observe.wrappers import AroundGradients, AroundStage, Steps
+from pipeproof.core.tolerance import error, same_bits
 from pipeproof.own.case import Case
 from pipeproof.own.data import data_for, max_norm_of, model_for
-from pipeproof.own.faults import Files, files_behind, read, specimen
-from pipeproof.own.replicated import as_one
+from pipeproof.own.faults import files_behind, read, specimen
 from pipeproof.own.runtimes import OWN
 from pipeproof.own.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
 from pipeproof.pipeline.action import Action, Kind
@@ -89,27 +93,32 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
 
     Raises the world's errors: a rank failed, hung or is missing.
     """
-    rows = world.run(_observe_planted, case, record, files_behind(case.specimen), ranks=case.processes)
+    rows = world.run(observe_rank, case, record, *files_behind(case.specimen), ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 
-def _observe_planted(context: RankContext, case: Case, record: bool, files: Files) -> list[RankOperation]:
-    """Run ``observe_rank`` with specimens registered by ``files``."""
+def observe_rank(
+    context: RankContext, case: Case, record: bool = False, *files: tuple[str, str]
+) -> list[RankOperation]:
+    """Run one rank's part of ``case``; a job for ``World.run``.
+
+    ``record``: keep all boundary tensors. ``files``: they register specimens.
+    """
     read(files)
-    return observe_rank(context, case, record)
-
-
-def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
-    """Run one rank's part of ``case``; a job for ``World.run``. ``record``: keep all boundary tensors."""
     if case.runtime != OWN:
         from pipeproof.own.torch_runtime import observe_torch
 
         deterministic(context.device)
         return observe_torch(context, case)
     model, schedule = assemble(context, case)
+
+    def watch(parts: Parts) -> Parts:
+        stages = tuple(map(WatchedStage, parts.stages))
+        return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
+
     prepared = plant(case, schedule)
     recorder = Recorder() if record else None
-    watched = (prepared.wrap(recorder.wrap) if recorder else prepared).wrap(_watch)
+    watched = (prepared.wrap(recorder.wrap) if recorder else prepared).wrap(watch)
     steps = specimen(case.specimen).drive(watched)
     started = parameters_of(_modules(watched.parts.stages))
     done = []
@@ -148,11 +157,6 @@ def plant(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
     return schedule.wrap(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))
 
 
-def _watch(parts: Parts) -> Parts:
-    stages = tuple(map(WatchedStage, parts.stages))
-    return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
-
-
 def _perform(
     schedule: PipelineSchedule, steps: Steps, model: Model, case: Case, operation: int, *, device: str
 ) -> RankOperation:
@@ -163,42 +167,75 @@ def _perform(
     loss_divisor = None if case.loss == "mean" else divisor
     fed = specimen(case.specimen).feed(batches, schedule.parts)
     pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
-    name = case.plan[operation]
+    name, known = case.plan[operation], dict[str, Any]()
+    losses: tuple[float, ...]
     if name == "accumulate":
-        known = steps.accumulate(pairs, loss_divisor=loss_divisor)
-        return _with_notes(
-            schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed)
-        )
-    if name == "eval":
-        result = steps.eval_step(pairs, loss_divisor=loss_divisor)
-        return _with_notes(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
-    result = steps.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
-    gradients = schedule.parts.gradients
-    assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
-    observed = RankOperation(
+        accumulated = steps.accumulate(pairs, loss_divisor=loss_divisor)
+        losses = tuple(accumulated[m].item() for m in sorted(accumulated))
+    elif name == "eval":
+        evaluated = steps.eval_step(pairs, loss_divisor=loss_divisor)
+        losses, known["loss"] = evaluated.losses, evaluated.loss
+    else:
+        result = steps.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
+        gradients = schedule.parts.gradients
+        assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
+        losses, parameters = result.losses, parameters_of(_modules(gradients.stages))
+        known = {"loss": result.loss, "gradients": gradients.kept, "norm": result.grad_norm}
+        known |= {"parameters": parameters, "profile": result.profile}
+    watched = [stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage)]
+    return RankOperation(
         name,
-        result.losses,
+        losses,
         schedule.executed,
-        loss=result.loss,
-        gradients=gradients.kept,
-        norm=result.grad_norm,
-        parameters=parameters_of(_modules(gradients.stages)),
-        profile=result.profile,
+        **known,
+        nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
+        called=tuple(call for stage in watched for call in stage.called),
+        unseen=dict([("microbatches", stage.fence.broken) for stage in watched if stage.fence.broken][:1]),
+        buffers=buffers_of(_modules(watched)),
     )
-    return _with_notes(schedule, observed)
 
 
 def _modules(stages: Sequence[Stage]) -> dict[int, nn.Module]:
     return {stage.index: stage.module for stage in stages}
 
 
-def _with_notes(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
-    """Add watched stages' notes to ``operation``."""
-    watched = [stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage)]
-    return replace(
-        operation,
-        nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
-        called=tuple(call for stage in watched for call in stage.called),
-        unseen=dict([("microbatches", stage.fence.broken) for stage in watched if stage.fence.broken][:1]),
-        buffers=buffers_of(_modules(watched)),
-    )
+def as_one(case: Case, rows: Sequence[Sequence[RankOperation]]) -> Observed:
+    """Combine all ranks' results, with microbatches numbered over all replicas.
+
+    Later replicas keep actions, claims and losses alone.
+    """
+    if case.replicas == 1:
+        return Observed(case.built, tuple(map(tuple, rows)))
+    ranks = []
+    for rank, row in enumerate(rows):
+        replica, place = divmod(rank, case.ranks)
+        share, own = case.share(replica), list[RankOperation]()
+
+        def renumber(action: Action, share: range = share) -> Action:
+            return action._replace(microbatch=share[action.microbatch])
+
+        for observed, first in zip(row, rows[place], strict=True):
+            executed = tuple(map(renumber, observed.executed))
+            called = tuple((renumber(action), training) for action, training in observed.called)
+            numbered = replace(observed, executed=executed, called=called, share=tuple(share))
+            if replica:
+                claims = tuple(_claims(rank, observed, place, first))
+                numbered = replace(numbered, gradients=None, parameters=None, buffers=None, claims=claims)
+            own.append(numbered)
+        ranks.append(tuple(own))
+    return Observed(case.built, tuple(ranks))
+
+
+def _claims(rank: int, observed: RankOperation, leader: int, first: RankOperation) -> Iterator[Claim]:
+    """Yield claims that gradients, parameters and buffers equal the first replica's, bit for bit."""
+    for what in ("gradients", "parameters", "buffers"):
+        own: Mapping[Site, Tensor | None] = getattr(observed, what) or {}
+        other: Mapping[Site, Tensor | None] = getattr(first, what) or {}
+        for site in sorted({*own, *other}):
+            one, wanted = own.get(site), other.get(site)
+            if one is None or wanted is None:
+                holds, difference = one is wanted, f"which has {'one' if one is None else 'none'}"
+            elif not (holds := same_bits(one, wanted)):
+                difference = f"relative error {error(one, wanted):.2g}"
+            text = f"another {what.removesuffix('s')} than rank {leader}'s, {'' if holds else difference}"
+            yield Claim("replicas", rank, site, holds, text, f"rank {leader}'s, bit for bit", leader)

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipeproof.own.case import CaseError, most_stages
-from pipeproof.own.own_schedule import own_schedule
+from pipeproof.own.case import CaseError, most_stages, own_schedule
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.program import Program
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -54,16 +53,8 @@ class Shape:
                 raise CaseError(f"--{option} is {said}, but {path} has {own}: leave the option out")
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Schedules and programs by name (a file's is its path), and why others are left out."""
-
-    chosen: Mapping[str, Schedule | Program]
-    left_out: Mapping[str, str]
-
-
-def select_names(text: str, shape: Shape, *, fits: Fits) -> Selection:
-    """``all``, or names and files with commas between.
+def select_names(text: str, shape: Shape, *, fits: Fits) -> tuple[Mapping[str, Schedule | Program], Mapping[str, str]]:
+    """``all``, or names and files with commas between: by name (a file's path), and why others are left out.
 
     ``fits`` raises ``ScheduleError`` for a number of stages that cannot be run. What was asked for by name raises it
     too; of ``all``, families that cannot be are left out, unless that leaves nothing; ``virtual`` is for those that can
@@ -75,7 +66,7 @@ def select_names(text: str, shape: Shape, *, fits: Fits) -> Selection:
         if all(map(is_csv, names)):
             for path, mine in found.items():
                 shape.agree(path, schedule_in(mine))
-        return Selection(found, {})
+        return found, {}
     chosen: dict[str, Schedule | Program] = {}
     left_out: dict[str, str] = {}
     for name in FAMILIES:
@@ -90,7 +81,7 @@ def select_names(text: str, shape: Shape, *, fits: Fits) -> Selection:
             groups[reason].append(name)
         each = "; ".join(f"{', '.join(group)}: {reason}" for reason, group in groups.items())
         raise CaseError(next(iter(groups)) if len(groups) == 1 else f"no schedule can be: {each}")
-    return Selection(chosen, left_out)
+    return chosen, left_out
 
 
 def _find_schedule(name: str, shape: Shape, fits: Fits) -> Schedule | Program:

@@ -2,8 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,30 +34,29 @@ class TorchRank:
 
     def __init__(self, context: RankContext, case: Case) -> None:
         self.case, self.context = case, context
-        self.groups = groups(context.ranks, case.replicas)
+        pipeline, peers = groups(context.ranks, case.replicas)
         self.replica, self.place = divmod(context.rank, case.ranks)
         self.model = model_for(case)
         self.modules = stage_modules(self.model, case, self.place, context.device)
-        self.wrapped = {index: self._replicate(module) for index, module in self.modules.items()}
+        self.wrapped = dict(self.modules)
+        for index, module in self.modules.items() if case.replicas > 1 else ():
+            if any(p.requires_grad for p in module.parameters()):  # DDP refuses a module with nothing to train
+                self.wrapped[index] = DistributedDataParallel(
+                    module, process_group=peers, find_unused_parameters=case.model in UNUSED
+                )
         self.loss_fn, _ = objective(self.model, data_for(case, 0), Recipe(loss=case.loss))
         self.divisor = 1.0  # for the current operation; torch divides by the microbatch count afterwards
         stages = [
             pipelining.PipelineStage(
-                module, index, case.stages, torch.device(context.device), group=self.groups.pipeline or context.group
+                module, index, case.stages, torch.device(context.device), group=pipeline or context.group
             )
             for index, module in self.wrapped.items()
         ]
         self.schedule = build_schedule(case, stages, self._loss)
         self.recorder = Recorder(self.schedule)
-        self.optimizer = Recipe().optimizer([p for p in self._parameters().values() if p.requires_grad])
-
-    def _replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap ``module`` in DDP for replicas, unless it has nothing to train, which DDP refuses."""
-        trained = any(p.requires_grad for p in module.parameters())
-        if self.case.replicas == 1 or not trained:
-            return module
-        unused = self.case.model in UNUSED
-        return DistributedDataParallel(module, process_group=self.groups.peers, find_unused_parameters=unused)
+        unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        self.parameters = [*unique.values()]
+        self.optimizer = Recipe().optimizer([p for p in self.parameters if p.requires_grad])
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         value = self.loss_fn(output, target)
@@ -73,7 +71,7 @@ class TorchRank:
         self.recorder.begin()
         own = self._run(name, [batch.to(self.context.device) for batch in batches])
         rows = self._gather([loss.item() * self.divisor for loss in own])
-        losses = next(filter(None, self._of_pipeline(rows)), [])
+        losses = next(filter(None, self._own(rows)), [])
         total = [loss for row in rows for loss in row]
         loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
@@ -89,33 +87,32 @@ class TorchRank:
         return RankOperation(name, tuple(losses), executed, **observed)
 
     def _run(self, name: str, batches: list[Batch]) -> list[Tensor]:
-        losses: list[Tensor] = []
-        if name != "eval":
-            later = name == "accumulate" and "finalize_gradients" in inspect.signature(self.schedule.step).parameters
-            self._feed(self.schedule.step, batches, losses, **({"finalize_gradients": False} if later else {}))
-            return losses
+        losses, options, call = (
+            list[Tensor](),
+            dict[str, Any](),
+            self.schedule.eval if name == "eval" else self.schedule.step,
+        )
+        if name == "accumulate" and "finalize_gradients" in inspect.signature(call).parameters:
+            options["finalize_gradients"] = False
         for module in self.wrapped.values():
-            module.eval()
-        with torch.no_grad():
-            self._feed(self.schedule.eval, batches, losses)
+            module.train(name != "eval")
+        with torch.set_grad_enabled(name != "eval"):
+            if "whole" in self.case.options:
+                whole = tuple(map(torch.cat, zip(*(batch.inputs for batch in batches), strict=True)))
+                last = self.case.stages - 1 in self.modules
+                target = torch.cat([batch.target for batch in batches]) if last else None
+                call(*(whole if 0 in self.modules else ()), target=target, losses=losses, **options)
+            else:
+                run(call, self.schedule, [(batch.inputs, batch.target) for batch in batches], losses, **options)
         for module in self.wrapped.values():
             module.train()
         return losses
 
-    def _feed(self, call: Callable[..., Any], batches: list[Batch], losses: list[Tensor], **options: Any) -> None:
-        if "whole" not in self.case.options:
-            run(call, self.schedule, [(batch.inputs, batch.target) for batch in batches], losses, **options)
-            return
-        whole = tuple(map(torch.cat, zip(*(batch.inputs for batch in batches), strict=True)))
-        inputs = whole if 0 in self.modules else ()
-        target = torch.cat([batch.target for batch in batches]) if self.case.stages - 1 in self.modules else None
-        call(*inputs, target=target, losses=losses, **options)
-
     def _update(self, max_norm: float) -> float:
         """Clip, step and clear. Returns the norm before clipping, over all ranks."""
-        gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 for grad in gradients]
-        norm = math.sqrt(math.fsum(square for row in self._of_pipeline(self._gather(squares)) for square in row))
+        norm = math.sqrt(math.fsum(square for row in self._own(self._gather(squares)) for square in row))
         factor = max_norm / (norm + 1e-6)
         for grad in gradients if factor < 1.0 else ():
             grad.mul_(factor)
@@ -128,41 +125,27 @@ class TorchRank:
         dist.all_gather_object(rows, own, group=self.context.group)
         return rows
 
-    def _of_pipeline(self, rows: list[list[float]]) -> list[list[float]]:
+    def _own(self, rows: list[list[float]]) -> list[list[float]]:
         """Select rows from this rank's replica."""
         first = self.replica * self.case.ranks
         return rows[first : first + self.case.ranks]
 
-    def _parameters(self) -> Mapping[int, nn.Parameter]:
-        return {id(p): p for module in self.modules.values() for p in module.parameters()}
 
-
-@dataclass(frozen=True)
-class Groups:
-    """This rank's pipeline, and its peers: ranks with the same stages in other replicas."""
-
-    pipeline: dist.ProcessGroup | None
-    peers: dist.ProcessGroup | None
-
-
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 _made: dict[tuple[int, int], Groups] = {}  # created once per rank: groups cannot be freed
 belongs_to_rank(__name__, "_made", fresh=lambda _: {})
 
 
 def groups(ranks: int, replicas: int) -> Groups:
-    """Return this rank's groups."""
+    """Return this rank's pipeline, and its peers: ranks with the same stages in other replicas."""
     if replicas == 1:
-        return Groups(None, None)
+        return None, None
     if (ranks, replicas) not in _made:
-        _made[ranks, replicas] = _new_groups(ranks, replicas)
+        size, rank = ranks // replicas, dist.get_rank()
+        pipelines = [dist.new_group([*range(first, first + size)]) for first in range(0, ranks, size)]
+        peers = [dist.new_group([*range(place, ranks, size)]) for place in range(size)]
+        _made[ranks, replicas] = pipelines[rank // size], peers[rank % size]
     return _made[ranks, replicas]
-
-
-def _new_groups(ranks: int, replicas: int) -> Groups:
-    size, rank = ranks // replicas, dist.get_rank()
-    pipelines = [dist.new_group([*range(first, first + size)]) for first in range(0, ranks, size)]
-    peers = [dist.new_group([*range(place, ranks, size)]) for place in range(size)]
-    return Groups(pipelines[rank // size], peers[rank % size])
 
 
 def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int, nn.Module]:
@@ -181,27 +164,25 @@ def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int
 
 
 def build_schedule(case: Case, stages: list[Any], loss_fn: Callable[..., Tensor]) -> Any:
-    """Build torch's schedule object for this rank: a family's class, or its runtime with the case's actions."""
+    """Build torch's schedule object for this rank: a family's class, or its runtime with the case's actions.
+
+    Option ``descending`` reverses microbatches.
+    """
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": "unscaled" not in case.options}
     if "defer-recv" in case.options:
         options["defer_pp_recv"] = True
     if case.runtime == TORCH:
         build = getattr(pipelining, TORCH_CLASSES[case.schedule])
         return build(stages[0] if case.schedule in SINGLE else stages, case.microbatches, **options)
-    schedule = schedules._PipelineScheduleRuntime(stages, case.microbatches, **options)  # type: ignore[no-untyped-call]
-    schedule._prepare_schedule_with_comms(torch_actions(case))
-    return schedule
-
-
-def torch_actions(case: Case) -> dict[int, list[Any]]:
-    """Spell the case's schedule in torch's notation, by rank; option ``descending`` reverses microbatches."""
     last, turned = case.microbatches - 1, "descending" in case.options
 
     def spell(action: Action) -> Any:
         microbatch = last - action.microbatch if turned else action.microbatch
         return schedules._Action.from_str(str(action._replace(microbatch=microbatch)))
 
-    return {rank: list(map(spell, row)) for rank, row in enumerate(case.built.ranks)}
+    schedule = schedules._PipelineScheduleRuntime(stages, case.microbatches, **options)  # type: ignore[no-untyped-call]
+    schedule._prepare_schedule_with_comms({rank: list(map(spell, row)) for rank, row in enumerate(case.built.ranks)})
+    return schedule
 
 
 def observe_torch(context: RankContext, case: Case, *, plant: _Plant = lambda rank: None) -> list[RankOperation]:

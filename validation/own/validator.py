@@ -29,14 +29,22 @@ def validate(case: Case, world: World, *, measure: bool = False, explain: bool =
     all boundary tensors recorded, and name the cause. Raises the world's errors if there is nothing to judge:
     ``RankFailed`` for a rank that raised, died or hung, ``NeedsMoreRanks`` for too small a world.
     """
-    if (verdict := refusal(case)) is not None:
-        return verdict
     began = perf_counter()
+    verdict, observed = run_case(case, world, measure=measure, explain=explain)
+    return verdict if observed is None else replace(verdict, seconds=perf_counter() - began)
+
+
+def run_case(
+    case: Case, world: World, *, measure: bool = False, explain: bool = True
+) -> tuple[Verdict, Observed | None]:
+    """The verdict of ``validate``, and what ranks gave; None where static laws refuse the case, and nothing ran."""
+    if (refused := refusal(case)) is not None:
+        return refused, None
     observed = observe(case, world)
     verdict = judge(case, observed, measure=measure)
     if explain and verdict.outcome == "fail":
         verdict = explain_case(case, world, observed, verdict)
-    return replace(verdict, seconds=perf_counter() - began)
+    return verdict, observed
 
 
 def explain_case(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
@@ -73,10 +81,14 @@ def crash_verdict(case: Case, failure: RankFailed | None) -> Verdict:
     if not (stuck or "Timeout" in culprit.message.partition(":")[0]):
         crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
         return replace(of_failure(blank, failure), causes=() if failure.hang else (crash,))  # one may compute for ever
-    run = case.run
-    program = run if isinstance(run, Program) else lower(run)
-    waiting = RankFailed(waiting_in(program, failure.reports))
-    return replace(of_failure(blank, waiting), causes=(_stall_cause(program, failure),))
+    program = case.run if isinstance(case.run, Program) else lower(case.run)
+    waiting = of_failure(blank, RankFailed(waiting_in(program, failure.reports)))
+    lost = find_lost_message(program, failure.reports)
+    if lost is None:
+        return replace(waiting, causes=(Cause("deadlock", rank=culprit.rank, detail=_first_line(culprit)),))
+    receive = lost.receive
+    cause = Cause("deadlock", rank=lost.rank, stage=receive.stage, action=str(receive), detail=str(lost))
+    return replace(waiting, causes=(replace(cause, microbatches=(receive.microbatch,)),))
 
 
 def refusal_verdict(case: Case, violations: Sequence[Violation]) -> Verdict:
@@ -100,21 +112,6 @@ def refusal(case: Case) -> Verdict | None:
         return None
     broken = list(of_program(planted.reorder(lower(case.built))))
     return refusal_verdict(case, broken) if broken else None
-
-
-def _stall_cause(program: Program, failure: RankFailed) -> Cause:
-    culprit = failure.reports[failure.culprit]
-    lost = find_lost_message(program, failure.reports)
-    if lost is None:
-        return Cause("deadlock", rank=culprit.rank, detail=_first_line(culprit))
-    return Cause(
-        "deadlock",
-        rank=lost.rank,
-        stage=lost.receive.stage,
-        microbatches=(lost.receive.microbatch,),
-        action=str(lost.receive),
-        detail=str(lost),
-    )
 
 
 def _first_line(report: RankReport) -> str:

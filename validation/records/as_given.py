@@ -15,15 +15,6 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import Pairs
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.task import pair_of, show
-from pipeproof.worlds.timeout import seconds
-
-
-def bound_of(timeout_s: Any) -> float:
-    """Return the bound of a wait, in seconds."""
-    try:
-        return seconds(timeout_s)
-    except ValueError as error:
-        raise RecordError(str(error)) from None
 
 
 def stages_of(modules: Any, rank: int) -> Mapping[int, nn.Module]:
@@ -61,20 +52,16 @@ def require_names(rename: Any) -> Rename:
     return name_parameter
 
 
-def source_of(against: Any) -> str | Path | Record | SingleDevice:
-    """Return ``against``, the source of the expectation, if valid."""
+def source_of(against: Any, operation: Any) -> str | Path | Record | SingleDevice:
+    """Return ``against``, the source of the expectation, if it and the number of its ``operation`` are valid."""
     if not isinstance(against, str | Path | Record | SingleDevice):
         wanted = "a record, the path of its file, SingleDevice(build, loss_fn) or StageByStage(loss_fn)"
         raise RecordError(f"against is {show(against)}: expected {wanted}")
-    return against
-
-
-def check_operation(operation: Any, against: object) -> None:
-    """Raise for an invalid operation number."""
     if not isinstance(operation, int) or isinstance(operation, bool):
         raise RecordError(f"operation is {show(operation)}: expected the number of one of the record's, from 0")
     if operation and isinstance(against, SingleDevice):
         raise RecordError(f"operation is {operation}: a SingleDevice makes one step, so leave operation= out")
+    return against
 
 
 def pairs_of(microbatches: Any) -> Pairs | None:

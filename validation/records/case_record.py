@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from torch import Tensor
-
-from pipeproof.core.comparison import expect_operation
 from pipeproof.core.floors import Floors
 from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
@@ -31,7 +28,7 @@ from pipeproof.records.record import (
 )
 from pipeproof.records.record_evidence import RecordedStep
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Recipe, Reference, Site
+from pipeproof.reference.step import Recipe, Reference, Site
 from pipeproof.worlds.accelerator import deterministic, first_of
 
 Value = TypeVar("Value")
@@ -53,10 +50,11 @@ def record_expected(case: Case) -> Record:
             batches = [batch.to(device) for batch in data_for(case, number)]
             expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
             pending += [Pending(expected, batches, orders)] if name != "eval" else []
-            floors = Floors(reference, tuple(pending)) if name == "train" else None
-            done.append(_record_expected(expected, batches, floors))
+            floors = None
             if name == "train":
+                floors = RecordedFloors.measure(expected, Floors(reference, tuple(pending)), moved=True)
                 pending.clear()
+            done.append(RecordedOperation.of(expected, digests_of(batches), floors=floors))
     placement = case.built.placement
     places = {name: ((placement[stage], stage),) for name, stage in owner.items()}
     return Record("expected", config_of(case), tuple(done), places)
@@ -68,10 +66,24 @@ def record_observed(case: Case, observed: Observed) -> Record:
     for rank, operations in enumerate(observed.ranks):
         for stage, name in operations[-1].parameters or {}:
             places.setdefault(name, []).append((rank, stage))
-    done, before = [], _by_name(observed.initial_parameters())
+    done, before = list[RecordedOperation](), _by_name(observed.initial_parameters())
     for number in range(len(case.plan)):
-        done.append(_record_observed(case, observed, number, before))
-        before = {**before, **done[-1].parameters} if done[-1].operation == "train" else before
+        last: RankOperation = observed.ranks[observed.schedule.placement[-1]][number]
+        parameters = _by_name(observed.parameters(number))
+        done.append(
+            RecordedOperation(
+                last.operation,
+                digests_of(data_for(case, number)),
+                last.losses,
+                last.loss,
+                last.norm,
+                before=before if last.operation != "eval" else {},
+                gradients=_by_name(observed.gradients(number)),
+                parameters=parameters,
+                buffers={name: buffer for (_, name), buffer in observed.buffers(number).items()},
+            )
+        )
+        before = {**before, **parameters} if last.operation == "train" else before
     return Record("observed", config_of(case), tuple(done), {name: tuple(found) for name, found in places.items()})
 
 
@@ -93,29 +105,6 @@ def config_of(case: Case) -> dict[str, object]:
     return {"case": str(case), **case.config, **versions()}
 
 
-def _record_expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
-    operation = replace(expect_operation(expected), microbatches=digests_of(batches))
-    return RecordedOperation(
-        **vars(operation), floors=None if floors is None else RecordedFloors.measure(expected, floors, moved=True)
-    )
-
-
-def _record_observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:
-    operations = [rank[number] for rank in observed.ranks]
-    last: RankOperation = operations[observed.schedule.placement[-1]]
-    return RecordedOperation(
-        last.operation,
-        digests_of(data_for(case, number)),
-        last.losses,
-        last.loss,
-        last.norm,
-        before=before if last.operation != "eval" else {},
-        gradients=_by_name(observed.gradients(number)),
-        parameters=_by_name(observed.parameters(number)),
-        buffers={name: buffer for (_, name), buffer in observed.buffers(number).items()},
-    )
-
-
 def digests_of(batches: Sequence[Batch]) -> tuple[str, ...]:
     """Digest each microbatch."""
     return microbatch_digests([(batch.inputs, batch.target) for batch in batches])
@@ -124,14 +113,6 @@ def digests_of(batches: Sequence[Batch]) -> tuple[str, ...]:
 def _by_name(found: Mapping[Site, Value]) -> dict[str, Value]:
     """Key by name alone; a parameter in several stages comes from the lowest."""
     return {name: value for (_, name), value in sorted(found.items(), key=lambda item: item[0], reverse=True)}
-
-
-def case_of(record: Record) -> Case | None:
-    """Return the record's case; None if ``own_case`` raises."""
-    try:
-        return own_case(record)
-    except RecordError:
-        return None
 
 
 def own_case(record: Record) -> Case:
@@ -146,7 +127,15 @@ def own_case(record: Record) -> Case:
         case = Case.parse(text)
     except ValueError as error:  # the line is none, or the schedule's file is gone
         raise RecordError(f"its case is none here: {error}") from error
-    if other := _other(record, case):
+    known = dict(model_for(case).named_parameters(remove_duplicate=False))
+    first, other = record.operations[0].before, ""
+    if [one.operation for one in record.operations] != list(case.plan):
+        other = "operations"
+    elif not all(name in known and same_bits(known[name].detach(), one) for name, one in first.items()):
+        other = "weights"
+    elif any(one.microbatches != digests_of(data_for(case, k)) for k, one in enumerate(record.operations)):
+        other = "microbatches"
+    if other:
         raise RecordError(f"it began with other {other} than its config gives on this machine")
     return case
 
@@ -155,16 +144,3 @@ def remade(case: Case, step: RecordedStep) -> Update:
     """Run ``step`` again on one device."""
     setup = setup_of(case)
     return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)
-
-
-def _other(record: Record, case: Case) -> str:
-    """Name the first difference between ``record`` and ``case`` before the run; empty without one."""
-    if [one.operation for one in record.operations] != list(case.plan):
-        return "operations"
-    known = dict(model_for(case).named_parameters(remove_duplicate=False))
-    first = record.operations[0]
-    if not all(name in known and same_bits(known[name].detach(), one) for name, one in first.before.items()):
-        return "weights"
-    numbered = enumerate(record.operations)
-    same = all(one.microbatches == digests_of(data_for(case, number)) for number, one in numbered)
-    return "" if same else "microbatches"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -18,7 +18,7 @@ from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
-from pipeproof.records.as_given import bound_of, pairs_of, require_names, stages_of
+from pipeproof.records.as_given import pairs_of, require_names, stages_of
 from pipeproof.records.rank_part import Arrival, RankStages, Rename, Run, own_name
 from pipeproof.records.record import ContentError, RecordError, microbatch_digests
 from pipeproof.records.step_parts import not_compared
@@ -28,7 +28,7 @@ from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
-from pipeproof.worlds.timeout import END_S
+from pipeproof.worlds.timeout import END_S, seconds
 
 if TYPE_CHECKING:
     from pipeproof.pipeline.step import Parts
@@ -97,8 +97,9 @@ class CheckedStep(ABC):
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         """Compare this rank's gradients now, complete and before clipping.
 
-        ``named``: gradients by the names of parameters in the whole model, for a runtime that does not keep them in
-        ``.grad``.
+        ``named``: gradients by the names of parameters in the whole model, or in the record, for a runtime that does
+        not keep them in ``.grad``. Parts, in a DTensor or a ``FlatShard``, are joined at the end of the block. If ranks
+        of a stage have a ``FlatShard``, an omitted gradient means no part.
         """
 
     @abstractmethod
@@ -117,10 +118,6 @@ class CheckedStep(ABC):
     @abstractmethod
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         """Declare initial gradients, by the model's names: content from before the step."""
-
-    def stages_moved(self, stages: Iterable[int]) -> frozenset[int]:
-        """Return the ``stages`` whose weights changed since the step began."""
-        return frozenset()
 
     def miss_norm(self, why: str) -> None:
         """Say why the rank withholds its norm."""
@@ -189,7 +186,10 @@ class CheckedStep(ABC):
 
     def _take_given(self) -> None:
         """Accept the user's input. Raises ``RecordError`` if invalid."""
-        self._bound_s = bound_of(self._timeout_s)
+        try:
+            self._bound_s = seconds(self._timeout_s)
+        except ValueError as error:
+            raise RecordError(str(error)) from None
         stages = stages_of(self._modules, self._exchange.rank)
         for module in stages.values():
             let_go(module)
@@ -210,6 +210,32 @@ class CheckedStep(ABC):
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._bound_s)
+
+
+class Unchecked(CheckedStep):
+    """A placeholder on another step's turn: no comparison, and no wait between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__({}, None, laws=())
+
+    def __enter__(self) -> Self:
+        return self
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    @property
+    def verdict(self) -> Verdict:
+        raise CheckError("this step was not checked: ask check.active before its verdict")
+
+    def wrap(self, parts: Parts) -> Parts:
+        return parts
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        """Compare, gather and conclude nothing."""
+
+    __exit__ = gradients = report = begin = _begin = _finish = _part = _conclude = _clear = _nothing
 
 
 def _crash(crash: Crash) -> str:

@@ -5,17 +5,18 @@ So either the configs explain the numbers, by another order of sums or another a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Literal
 
 from pipeproof.core.judge import one_thread
 from pipeproof.core.measured import versions
 from pipeproof.core.mismatch import small
-from pipeproof.core.verdict import Verdict
+from pipeproof.core.verdict import Crash, Verdict
 from pipeproof.own.case import Case
+from pipeproof.records.case_record import own_case, record_expected
 from pipeproof.records.compare import RUNS, compare
-from pipeproof.records.recomputed_record import RecomputedRecord, side_of
-from pipeproof.records.record import OtherSteps, Record, config_differences
+from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
+from pipeproof.worlds.accelerator import absence
 
 # same: bit for bit. rounding: both are right, with equal expectations. asked: both are right, with different
 # expectations. fault: a side is wrong by its own config. unknown: a side's expectation is not known, or
@@ -25,6 +26,68 @@ NAMES = ("one", "other")
 # Config fields that may differ for one answer: another order of sums, or other kernels.
 _ORDER = ("schedule", "pp", "virtual", "split", "device", "runtime", "options")
 _BESIDE = ("specimen", *versions())  # config fields without an effect on the answer
+_DECIDING = ("torch", "pipeproof")  # versions without which another answer may be expected
+_EXPECTED = "expected.safetensors"
+
+
+@dataclass(frozen=True)
+class RecomputedRecord:
+    """A record in a comparison, judged by its config.
+
+    expected: the config's results, None if not computed; then ``lacks`` says why. line: its case.
+    """
+
+    expected: Record | None = None
+    verdict: Verdict | None = None
+    lacks: str = ""
+    line: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """``pass``, ``fail``, ``unknown``, or ``not computed``."""
+        return "not computed" if self.verdict is None else self.verdict.outcome
+
+    def __str__(self) -> str:
+        """Summarise the outcome in a few words."""
+        if self.verdict is None:
+            return f"not judged: {self.lacks}"
+        if self.verdict.outcome == "pass":
+            compared = sum(law.checked for law in self.verdict.laws)
+            return f"right by its own config: {compared} comparisons, {self.verdict.tier}"
+        if self.verdict.outcome == "unknown":
+            return f"not decided by its own config: {self.verdict.reason}"
+        reason, (first, *_) = self.verdict.reason, self.verdict.mismatches
+        return f"wrong by its own config: {reason}" + (
+            "" if self.verdict.causes else f"; first {first.law}, {first.where}"
+        )
+
+    def next(self, file: str) -> list[str]:
+        """Commands that show all details."""
+        if self.outcome not in ("fail", "unknown"):
+            return []
+        return [f"pipeproof record {self.line} --record {_EXPECTED}", f"pipeproof compare {_EXPECTED} {file}"]
+
+
+def side_of(record: Record) -> RecomputedRecord:
+    """Judge ``record`` by its config, without any planted fault, if this machine can compute it."""
+    try:
+        case = own_case(record)
+        for name in _DECIDING:
+            said, here = record.config.get(name), versions()[name]
+            if said != here and not (said is None and name == "pipeproof"):  # older ones do not say that
+                raise RecordError(f"it was recorded with {name} {said or 'of no known version'}, and this is {here}")
+        if case.replicas > 1:
+            raise RecordError(f"it has {case.replicas} replicas, and what is expected is recorded of one pipeline")
+        if why := absence(case.device):
+            raise RecordError(f"it was computed on {case.device}, and {why}")
+    except RecordError as error:
+        return RecomputedRecord(lacks=str(error))
+    case = replace(case, specimen="")
+    try:
+        expected = record_expected(case)
+        return RecomputedRecord(expected, compare(expected, record), line=str(case))
+    except Exception as error:  # no one type: memory may not suffice, and any program may have written it
+        return RecomputedRecord(lacks=f"it could not be: {Crash.of(error).said}", line=str(case))
 
 
 @dataclass(frozen=True)
@@ -58,94 +121,51 @@ def difference(one: Record, other: Record, numbers: Verdict | OtherSteps, files:
     """Explain why the records in ``files`` differ; ``numbers``: their comparison, or ``OtherSteps``."""
     if isinstance(numbers, Verdict) and numbers.tier == "bitwise":
         return Difference("same", "every number that was compared agrees bit for bit: there is nothing to explain")
-    return _Pair(one, other, (side_of(one), side_of(other)), files).difference
+    sides = side_of(one), side_of(other)
+    lines = [line for side, file in zip(sides, files, strict=True) for line in side.next(file)]
+    made = partial(Difference, sides=sides, next=tuple(lines))
+    if wrong := [name for name, side in zip(NAMES, sides, strict=True) if side.outcome == "fail"]:
+        by = "are wrong by their own configs" if len(wrong) > 1 else "is wrong by its own config"
+        return made("fault", f"a fault: {' and '.join(wrong)} {by}")
+    right = [side.expected for side in sides if side.outcome == "pass" and side.expected is not None]
+    if len(right) < len(sides):
+        return made("unknown", "not known: it takes two sides that are known to be right by their own configs")
+    try:
+        asked = compare(right[0], right[1], sides=RUNS)
+    except OtherSteps as error:
+        asked = other_steps(error)
+    differing = tuple(name for name, *_ in config_differences(one, other) if name not in _BESIDE)
+    layers = {Case.parse(side.line).layers for side in sides}  # a split into as many only reorders sums
+    order = tuple(name for name in differing if name in _ORDER and (name != "split" or len(layers) == 1))
+    # That is known of a config by its words, where numbers of a coarse dtype leave it open.
+    alone = asked.outcome == "unknown" and order == differing
+    both = "both are right by their own configs"
+    if order and (asked.outcome == "pass" or alone):
+        said = f"rounding: {both}, which ask for the same answer; {_they_differ(order)}"
+        return made("rounding", said, order, _size(one, other, right[0]))
+    if asked.outcome == "pass":
+        why = "no field that orders sums differs, so every bit should agree: run each again to see which one varies"
+        said = f"not known: {both}, which ask for the same answer; {why}"
+        return made("unknown", said, size=_size(one, other, right[0]))
+    fields = tuple(name for name in differing if name not in order)
+    if asked.outcome == "unknown" or (asked.laws and not fields):
+        said = f"not known: {both}; whether these ask for the same answer is not decided: {asked.reason}"
+        return made("unknown", said)
+    why = _they_differ(fields) if fields else "no field says why"
+    return made("asked", f"another answer was asked for: {both}; {why}", fields)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two records, each judged by its config."""
-
-    one: Record
-    other: Record
-    sides: tuple[RecomputedRecord, RecomputedRecord]
-    files: tuple[str, str]
-
-    @cached_property
-    def differing(self) -> tuple[str, ...]:
-        """Config fields with different values."""
-        found = (name for name, *_ in config_differences(self.one, self.other))
-        return tuple(name for name in found if name not in _BESIDE)
-
-    @property
-    def difference(self) -> Difference:
-        """Reason for the difference."""
-        if wrong := self._that_are("fail"):
-            names = " and ".join(wrong)
-            said = f"a fault: {names} {'are' if len(wrong) > 1 else 'is'} wrong by {_whose(wrong)}"
-            return self._difference("fault", said)
-        if self._that_are("pass") != list(NAMES):
-            return self._difference(
-                "unknown", "not known: it takes two sides that are known to be right by their own configs"
-            )
-        return self._of_right_ones()
-
-    def _of_right_ones(self) -> Difference:
-        """Decide whether both configs ask for the same answer."""
-        asked, right = self._judge_config(), "both are right by their own configs"
-        order = self._ordering
-        # That is known of a config by its words, where numbers of a coarse dtype leave it open.
-        alone = asked.outcome == "unknown" and order == self.differing
-        if order and (asked.outcome == "pass" or alone):
-            by = f"{_list(order)} differ{'s' * (len(order) == 1)}"
-            said = f"rounding: {right}, which ask for the same answer; {by}"
-            return self._difference("rounding", said, fields=order, size=self._size())
-        if asked.outcome == "pass":
-            why = "no field that orders sums differs, so every bit should agree: run each again to see which one varies"
-            said = f"not known: {right}, which ask for the same answer; {why}"
-            return self._difference("unknown", said, size=self._size())
-        fields = tuple(name for name in self.differing if name not in order)
-        if asked.outcome == "unknown" or (asked.laws and not fields):
-            said = f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"
-            return self._difference("unknown", said)
-        by = f"{_list(fields)} differ{'s' * (len(fields) == 1)}" if fields else "no field says why"
-        return self._difference("asked", f"another answer was asked for: {right}; {by}", fields=fields)
-
-    @property
-    def _ordering(self) -> tuple[str, ...]:
-        """Differing fields that may only reorder sums: a split into as many layers, but not into more."""
-        one, other = (Case.parse(side.line).layers for side in self.sides)
-        return tuple(name for name in self.differing if name in _ORDER and (name != "split" or one == other))
-
-    def _judge_config(self) -> Verdict:
-        """Judge one config's expectation by the other's."""
-        one, other = (side.expected for side in self.sides)
-        assert one is not None, "it was judged by it"
-        assert other is not None, "it was judged by it"
-        try:
-            return compare(one, other, sides=RUNS)
-        except OtherSteps as error:
-            return other_steps(error)
-
-    def _size(self) -> str:
-        """The largest gradient difference, in units of rounding."""
-        expected = self.sides[0].expected
-        assert expected is not None, "it was judged by it"
-        pairs = zip(self.one.operations, expected.operations, strict=True)
-        floored = tuple(replace(one, floors=wanted.floors) for one, wanted in pairs)
-        with one_thread():
-            numbers = compare(replace(self.one, operations=floored), self.other, sides=RUNS)
-        found = [one for one in numbers.measured.of("gradient") if one.error and one.floor]
-        if not found:
-            return ""
-        worst = max(found, key=lambda one: one.error / (one.floor or 1.0))
-        return f"a gradient by {small(worst.error)}, where rounding alone makes {small(worst.floor or 0.0)}"
-
-    def _difference(self, reason: Reason, said: str, *, fields: Sequence[str] = (), size: str = "") -> Difference:
-        lines = [line for side, file in zip(self.sides, self.files, strict=True) for line in side.next(file)]
-        return Difference(reason, said, tuple(fields), size, self.sides, tuple(lines))
-
-    def _that_are(self, outcome: str) -> list[str]:
-        return [name for name, side in zip(NAMES, self.sides, strict=True) if side.outcome == outcome]
+def _size(one: Record, other: Record, expected: Record) -> str:
+    """The largest gradient difference, in units of rounding, which ``expected`` of the first knows."""
+    pairs = zip(one.operations, expected.operations, strict=True)
+    floored = tuple(replace(its, floors=wanted.floors) for its, wanted in pairs)
+    with one_thread():
+        numbers = compare(replace(one, operations=floored), other, sides=RUNS)
+    found = [each for each in numbers.measured.of("gradient") if each.error and each.floor]
+    if not found:
+        return ""
+    worst = max(found, key=lambda each: each.error / (each.floor or 1.0))
+    return f"a gradient by {small(worst.error)}, where rounding alone makes {small(worst.floor or 0.0)}"
 
 
 def other_steps(error: OtherSteps) -> Verdict:
@@ -153,10 +173,7 @@ def other_steps(error: OtherSteps) -> Verdict:
     return Verdict("two records", "fail", "none", (), headline=error.reason, sides=RUNS)
 
 
-def _whose(names: Sequence[str]) -> str:
-    return "their own configs" if len(names) > 1 else "its own config"
-
-
-def _list(names: Sequence[str]) -> str:
-    """Join names as in a sentence."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+def _they_differ(names: Sequence[str]) -> str:
+    """Say of these fields, as in a sentence, that they differ."""
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return f"{listed} differ{'s' * (len(names) == 1)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeproof.core.judge import Where
+from pipeproof.core.ledger import Where
 from pipeproof.core.observe.recording import Gradients
 from pipeproof.core.observe.shards import Shard, is_plain, local_tensor, shard_of
 from pipeproof.core.reason import Doubt, reasons_of
@@ -16,11 +16,9 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import Floor, same_bits
 from pipeproof.records.record import (
     RankStage,
-    RecordedOperation,
     RecordError,
     numbers_in,
     other_microbatch,
-    other_weights,
 )
 
 
@@ -87,17 +85,17 @@ class Run:
 
 
 def run_of(arrivals: Sequence[Arrival]) -> tuple[Run, dict[int, str]]:
-    """Return the ranks' common run, and problems by rank."""
+    """Return the ranks' common run, and problems by rank: their own, or microbatches that do not fit."""
     replicas = _replicas(arrivals)
+    problems = {rank: one.problem for rank, one in enumerate(arrivals) if one.problem}
     given: dict[int, tuple[str, ...]] = {}
     for replica in sorted(set(replicas)):
         known = [one.microbatches if of == replica else None for one, of in zip(arrivals, replicas, strict=True)]
         if any(one is not None for one in known):
-            if problems := disagreement(known):
-                return Run(replicas, (), (None,) * len(replicas)), problems
+            problems = problems or disagreement(known)
             given[replica] = next(one for one in known if one is not None)
-    if not given:
-        return Run(replicas, (), (None,) * len(replicas)), disagreement([])
+    if problems := problems or ({} if given else disagreement([])):
+        return Run(replicas, (), (None,) * len(replicas)), problems
     if len(set(given.values())) == 1:
         (every,) = set(given.values())
         whole = tuple(range(len(every))) if len(set(replicas)) == 1 else None
@@ -106,12 +104,6 @@ def run_of(arrivals: Sequence[Arrival]) -> tuple[Run, dict[int, str]]:
     ends = {replica: sum(len(one) for other, one in given.items() if other <= replica) for replica in given}
     own = {replica: tuple(range(ends[replica] - len(one), ends[replica])) for replica, one in given.items()}
     return Run(replicas, every, tuple(own.get(replica) for replica in replicas)), {}
-
-
-def other_run(run: Run, expected: RecordedOperation) -> dict[int, str]:
-    """Describe the first microbatch of ``run`` unlike a record's."""
-    found = other_microbatch(expected.microbatches, run.as_in(expected.microbatches).microbatches)
-    return {0: f"microbatches that are not the record's: {found}; run the recorded ones in this step"} if found else {}
 
 
 def _replicas(arrivals: Sequence[Arrival]) -> tuple[int, ...]:
@@ -229,13 +221,6 @@ class RankStages:
                 cure = f"{cure}, that makes a name of each stage; that it is one weight is observed"
             raise RecordError(f"stages {stages} both have a parameter {twice[0]}: {cure}")
 
-    def check_start(self, expected: RecordedOperation) -> None:
-        """Raise ``RecordError`` for weights unlike the recorded ones."""
-        if found := other_weights(expected.before, self.parameters, self.shards):
-            raise RecordError(
-                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
-            )
-
     @cached_property
     def _named(self) -> list[tuple[str, int, Tensor]]:
         return [
@@ -280,13 +265,13 @@ class Kept:
     def begin(self, gradients: Gradients) -> None:
         """Keep initial content, in place of earlier copies: it may be too much later."""
         for name, gradient in gradients.items():
-            if (before := self.notes.begun.pop(name, None)) is not None:
-                self._room += self.tensors.pop(before).nbytes
+            if name in self.notes.begun:
+                self._drop(self.notes.begun.pop(name))
             self.notes.untold.discard(name)
             if gradient is None or (is_plain(gradient) and not gradient.any()):
                 continue
-            if is_plain(gradient) and self._fits(gradient):
-                self.notes.begun[name] = self._keep(f"begun gradient {name}", gradient)
+            if is_plain(gradient) and (address := self._keep("begun", name, gradient)):
+                self.notes.begun[name] = address
             else:
                 self.notes.untold.add(name)
 
@@ -296,40 +281,38 @@ class Kept:
         Coarse types hide half a fault. Wrong gradients have priority.
         """
         notes = self.notes
-        if not wrong and gradient is not None and apart > _SUM and self._fits(gradient):
-            notes.near[name] = self._keep(f"near gradient {name}", gradient)
-        elif not wrong:
-            notes.right.add(name)
+        if not wrong:
+            far = gradient is not None and apart > _SUM
+            if far and gradient is not None and (address := self._keep("near", name, gradient)):
+                notes.near[name] = address
+            else:
+                notes.right.add(name)
         elif gradient is None:
             notes.wrong[name] = None
-        elif self._fits(gradient) or self._fits_without_near(gradient):
-            notes.wrong[name] = self._keep(f"wrong gradient {name}", gradient)
         else:
-            notes.left_out.add(name)
+            room = self._room + sum(self.tensors[one].nbytes for one in notes.near.values())
+            while self._room < gradient.nbytes <= room:
+                passing, address = notes.near.popitem()
+                self._drop(address)
+                notes.right.add(passing)
+            if address := self._keep("wrong", name, gradient):
+                notes.wrong[name] = address
+            else:
+                notes.left_out.add(name)
         # Where nothing was added since, the backward was over before the check began: that tells nothing.
         begun = notes.begun.get(name)
         if begun is not None and gradient is not None and same_bits(self.tensors[begun], gradient.detach().cpu()):
-            del notes.begun[name], self.tensors[begun]
+            self._drop(notes.begun.pop(name))
             notes.untold.add(name)
 
-    def _fits(self, gradient: Tensor) -> bool:
-        fits = gradient.nbytes <= self._room
-        self._room -= gradient.nbytes * fits
-        return fits
-
-    def _fits_without_near(self, gradient: Tensor) -> bool:
-        """Make room by dropping passing gradients, and retry."""
-        near, held = self.notes.near, {name: self.tensors[one].nbytes for name, one in self.notes.near.items()}
-        if self._room + sum(held.values()) < gradient.nbytes:
-            return False
-        while self._room < gradient.nbytes:
-            name, address = near.popitem()
-            del self.tensors[address]
-            self._room += held[name]
-            self.notes.right.add(name)
-        return self._fits(gradient)
-
-    def _keep(self, what: str, gradient: Tensor) -> str:
-        address = f"{what} of rank {self._rank}"
+    def _keep(self, what: str, name: str, gradient: Tensor) -> str:
+        """Copy a gradient to the host and return its address; empty without room."""
+        if gradient.nbytes > self._room:
+            return ""
+        self._room -= gradient.nbytes
+        address = f"{what} gradient {name} of rank {self._rank}"
         self.tensors[address] = gradient.detach().to("cpu", copy=True)
         return address
+
+    def _drop(self, address: str) -> None:
+        self._room += self.tensors.pop(address).nbytes

@@ -7,13 +7,13 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.comparison import Comparison, ExpectedOperation, expect_operation
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import Precision, precision_among, precision_of
@@ -106,7 +106,7 @@ class RecordedFloors:
             floors.norm(),
             {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
             floors.moved if moved else None,
-            {name: floors.update((stage, name)) for stage, name in expected.parameters if updates},
+            {name: floors.update((stage, name), pushed=True) for stage, name in expected.parameters if updates},
         )
 
 
@@ -119,6 +119,11 @@ class RecordedOperation(ExpectedOperation):
 
     floors: RecordedFloors | None = None
     contents: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, expected: Expected, microbatches: tuple[str, ...], **more: Any) -> Self:
+        """Record the reference's results for these ``microbatches``, by digest; ``more``: further fields."""
+        return cls(**vars(replace(expect_operation(expected), microbatches=microbatches)), **more)
 
 
 @dataclass(frozen=True)
@@ -170,18 +175,13 @@ class Record:
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
     """Yield config fields that differ: name, and both values (None if absent).
 
-    All but a case's line, which repeats the others.
+    All but a case's line, which repeats the others. Older axes had a case's names.
     """
-    both = _words(one), _words(other)
-    for name in (name for name in dict.fromkeys([*both[0], *both[1]]) if name != "case"):
-        values = _spell(both[0].get(name)), _spell(both[1].get(name))
-        if values[0] != values[1]:
+    both = [{AXES.get(name, name): _spell(value) for name, value in each.config.items()} for each in (one, other)]
+    for name in dict.fromkeys([*both[0], *both[1]]):
+        values = both[0].get(name), both[1].get(name)
+        if name != "case" and values[0] != values[1]:
             yield name, *values
-
-
-def _words(record: Record) -> dict[str, object]:
-    """Translate a config to current field names: older axes had a case's names."""
-    return {AXES.get(name, name): value for name, value in record.config.items()}
 
 
 def _spell(value: object) -> object:

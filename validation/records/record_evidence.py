@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.accumulation import add_onto
 from pipeproof.reference.data import Batch
+from pipeproof.reference.pairing import Sums
 from pipeproof.reference.step import Contribution, Expected, Gradient, Site
-from pipeproof.reference.sums import Sums
 from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart
 from pipeproof.whitebox.stages_in_order import PlacedStage
@@ -61,6 +62,55 @@ class RecordedStep:
     near: Collection[str] = frozenset()
     earlier: Sequence[Mapping[str, Tensor]] = ()
     with_weights: WithWeights | None = None
+
+    @classmethod
+    def of_notes(
+        cls,
+        record: Record,
+        number: int,
+        places: Mapping[str, Sequence[RankStage]],
+        notes: Sequence[Notes],
+        *,
+        fetch: Callable[[str], Tensor],
+        **known: Any,
+    ) -> Self:
+        """Build a checked step for operation ``number`` of ``record`` from each rank's ``notes``.
+
+        ``fetch`` gets published tensors; ``known``: further fields.
+        """
+        expected, begun = record.operations[number], dict(record.before(number))
+        wrong, near = dict[str, dict[int, Gradient]](), dict[str, dict[int, Gradient]]()
+        for rank, one in enumerate(notes):
+            for name, address in one.wrong.items():
+                wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
+            for name, address in one.near.items():
+                near.setdefault(name, {})[rank] = fetch(address)
+        for name in {name for one in notes for name in one.begun}:
+            holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
+            old = [notes[rank].begun.get(name) for rank in holders]
+            begun[name] = add_onto([None if address is None else fetch(address) for address in old])
+        right = {name: expected.gradients[name] for one in notes for name in one.right}
+        first = {name: next(iter(by_rank.values())) for name, by_rank in [*near.items(), *wrong.items()]}
+        copies, had = dict[str, dict[int, Gradient]](), dict[str, list[RankStage]]()
+        for name, at in places.items():
+            there = near.get(name, {}) | wrong.get(name, {})
+            if len(at) > 1:
+                copies[name] = {rank: there.get(rank, right.get(name)) for rank, _ in at}
+            had[name] = [(rank, stage) for rank, stage in at if name in notes[rank].begun]
+        blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
+        return cls(
+            expected,
+            right | first,
+            begun,
+            places=dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that wrong ranks are named
+            number=number,
+            left_out=sum(len(one.left_out) for one in notes),
+            copies=copies,
+            max_norm=record.max_norm,
+            had=None if any(one.untold for one in notes) else had,
+            near=near.keys() - wrong.keys(),
+            **known,
+        )
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """Evidence for ``verdict`` on this step."""
@@ -106,17 +156,18 @@ class RecordedStep:
         replicas = self.replicas or Replicas((0,) * ranks, count)
         if replicas.count > 1 and not replicas.shares:
             replicas = replace(replicas, shares=((),) * ranks)  # each replica's microbatches are unknown
-        stages = [self._stage(stage) for stage in range(len(self.placement))]
-        return Members(stages, replicas, self._contributions, self.norms)
+        stages, count = [self._stage(stage) for stage in range(len(self.placement))], len(self.placement)
 
-    def _contributions(self) -> list[Contribution]:
-        """The model's contribution of each microbatch; nothing without a model."""
-        found = list[Contribution]()
-        for microbatch, loss in enumerate(self.record.losses) if self.model is not None else ():
-            own = [(s, self.update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
-            given = {(stage, name): one for stage, gradients in own for name, one in gradients.items()}
-            found.append(Contribution(loss, given))
-        return found
+        def contributions() -> list[Contribution]:
+            """The model's contribution of each microbatch; nothing without a model."""
+            found = list[Contribution]()
+            for microbatch, loss in enumerate(self.record.losses) if self.model is not None else ():
+                own = [(stage, self.update.now.contribution(stage, microbatch).gradients) for stage in range(count)]
+                given = {(stage, name): one for stage, gradients in own for name, one in gradients.items()}
+                found.append(Contribution(loss, given))
+            return found
+
+        return Members(stages, replicas, contributions, self.norms)
 
     def _stage(self, stage: int) -> PlacedStage:
         """A stage with its ranks, whose parts lie in their joint gradients."""
@@ -179,74 +230,17 @@ class RecordedStep:
         return self.record.before
 
 
-def check_step_evidence(
-    record: Record,
-    number: int,
-    places: Mapping[str, Sequence[RankStage]],
-    *,
-    notes: Sequence[Notes],
-    norms: Sequence[float | None],
-    fetch: Callable[[str], Tensor],
-    model: Callable[[RecordedStep], Update] | None,
-) -> RecordedStep:
-    """Build a checked step for operation ``number`` of ``record`` from each rank's ``notes``.
-
-    ``fetch`` gets published tensors; ``places``, ``norms`` and ``model`` as in ``RecordedStep``.
-    """
-    expected, begun = record.operations[number], dict(record.before(number))
-    wrong: dict[str, dict[int, Gradient]] = {}
-    near: dict[str, dict[int, Gradient]] = {}
-    for rank, one in enumerate(notes):
-        for name, address in one.wrong.items():
-            wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
-        near |= {name: near.get(name, {}) | {rank: fetch(there)} for name, there in one.near.items()}
-    for name in {name for one in notes for name in one.begun}:
-        holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
-        had = [notes[rank].begun.get(name) for rank in holders]
-        begun[name] = add_onto([None if address is None else fetch(address) for address in had])
-    right = {name: expected.gradients[name] for one in notes for name in one.right}
-    first = {name: next(iter(by_rank.values())) for name, by_rank in [*near.items(), *wrong.items()]}
-    held = {name: near.get(name, {}) | wrong.get(name, {}) for name in places}
-    copies = {
-        name: {rank: held[name].get(rank, right.get(name)) for rank, _ in found}
-        for name, found in places.items()
-        if len(found) > 1
-    }
-    blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
-    return RecordedStep(
-        expected,
-        right | first,
-        begun,
-        norms,
-        dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that wrong ranks are named
-        number=number,
-        left_out=sum(len(one.left_out) for one in notes),
-        copies=copies,
-        max_norm=record.max_norm,
-        model=model,
-        had=_had(places, notes),
-        near=near.keys() - wrong.keys(),
-    )
-
-
-def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> dict[str, list[RankStage]] | None:
-    """By name, places with initial ``.grad`` content; None unless all are known."""
-    if any(one.untold for one in notes):
-        return None
-    return {name: [(rank, stage) for rank, stage in at if name in notes[rank].begun] for name, at in places.items()}
-
-
 def explain_step(
     verdict: Verdict,
     kept: Kept,
     exchange: Exchange,
     *,
-    look: Callable[[Verdict], Evidence],
+    look: Callable[[], RecordedStep],
     moved: Nudges,
     products: OtherProducts | None,
     bound_s: float,
 ) -> Verdict:
-    """Add rank 0's causes to ``verdict``, equal on every rank; ``look`` collects its evidence.
+    """Add rank 0's causes to ``verdict``, equal on every rank; ``look`` collects the step.
 
     Rank 0 asks ``moved`` and ``products``, as in ``doubt_rounding``, before it explains anything. Every rank calls
     this, and waits for rank 0 at most ``bound_s`` seconds.
@@ -257,9 +251,13 @@ def explain_step(
         mine = None
         if exchange.rank == 0:
             judged = doubt_rounding(verdict, moved, lambda _: products)
-            mine = hold_to_old_weights(judged, lambda: look(judged))
+            mine = hold_to_old_weights(judged, lambda: look().evidence(judged))
         verdict = exchange.gather(mine, what="how far rounding goes", bound_s=bound_s)[0]
-        mine = explain_safely(verdict, lambda: explained_evidence(look(verdict))) if exchange.rank == 0 else None
+        mine = (
+            explain_safely(verdict, lambda: explained_evidence(look().evidence(verdict)))
+            if exchange.rank == 0
+            else None
+        )
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
         return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))

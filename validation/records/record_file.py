@@ -6,7 +6,6 @@ rank reads only its own stage. The JSON has its own digest.
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,7 +72,10 @@ def write(record: Record, file: OutputFile) -> None:
     text = describe(record, tensors)
     metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
     try:
-        file.write(_in_order(save({key: _store(tensor) for key, tensor in tensors.items()}, metadata)))
+        plain = {address: tensor.detach().cpu().contiguous() for address, tensor in tensors.items()}
+        # As bytes, if safetensors may not know its type.
+        stored = {key: one if one.dtype in _PLAIN else bits(one).view(torch.uint8) for key, one in plain.items()}
+        file.write(_in_order(save(stored, metadata)))
     except (SafetensorError, KeyError) as error:
         raise RecordError(f"a tensor cannot be recorded: {error}") from error
 
@@ -155,19 +157,20 @@ def describe(record: Record, tensors: dict[str, Tensor]) -> str:
 
 
 _TENSORS = ("before", "gradients", "parameters", "buffers")
+_OF_A_FLOOR = {"permutation", "rounding", "fault", "nudged", "size", "led"}
 
 
 def restore(text: str, fetch: Fetch) -> Record:
-    """Restore a record from the ``text`` of ``describe``; ``fetch`` returns a digest's tensor."""
+    """Restore a record from the ``text`` of ``describe``; ``fetch`` returns a digest's tensor.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for another form. Older records lack some fields.
+    """
     data = json.loads(text)
     if not isinstance(data["config"], dict):
         raise ValueError("its config is no mapping")
-    return Record(
-        data["kind"],
-        data["config"],
-        tuple(_operation(one, fetch) for one in data["operations"]),
-        {name: tuple(_place(*one) for one in found) for name, found in data["places"].items()},
-    )
+    operations = tuple(_operation(one, fetch) for one in data["operations"])
+    places = {name: tuple(_place(*one) for one in found) for name, found in data["places"].items()}
+    return Record(data["kind"], data["config"], operations, places)
 
 
 def _place(rank: int, stage: int) -> RankStage:
@@ -177,59 +180,50 @@ def _place(rank: int, stage: int) -> RankStage:
 
 
 def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
-    _check_whole(data)
+    """Restore an operation, if it is whole: only gradients are None, and each has its floor."""
+    for what in ("before", "parameters", "buffers"):
+        if lost := next((name for name, address in data[what].items() if address is None), None):
+            raise ValueError(f"{what} has no tensor for {lost}")
+    floors = data["floors"]
+    if floors is not None and len(floors["losses"]) != len(data["losses"]):
+        raise ValueError(f"{len(data['losses'])} losses have {len(floors['losses'])} floors")
+    if floors is not None and (
+        lost := next((name for name in data["gradients"] if name not in floors["gradients"]), "")
+    ):
+        raise ValueError(f"the gradient of {lost} has no floor")
     return RecordedOperation(
         data["operation"],
         tuple(data["microbatches"]),
         tuple(map(float, data["losses"])),
         None if data["loss"] is None else float(data["loss"]),
         None if data["norm"] is None else float(data["norm"]),
-        # Only gradients are None.
         **{name: Addressed(data[name], fetch) for name in _TENSORS},  # type: ignore[arg-type]
-        floors=None if data["floors"] is None else _floors(data["floors"]),
-        contents=tuple(data.get("contents", ())),  # which older ones have not
+        floors=None if floors is None else _floors(floors),
+        contents=tuple(data.get("contents", ())),
     )
-
-
-def _check_whole(data: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an incomplete operation."""
-    for what in ("before", "parameters", "buffers"):
-        if lost := next((name for name, address in data[what].items() if address is None), None):
-            raise ValueError(f"{what} has no tensor for {lost}")
-    floors = data["floors"]
-    if floors is None:
-        return
-    if len(floors["losses"]) != len(data["losses"]):
-        raise ValueError(f"{len(data['losses'])} losses have {len(floors['losses'])} floors")
-    if lost := next((name for name in data["gradients"] if name not in floors["gradients"]), None):
-        raise ValueError(f"the gradient of {lost} has no floor")
 
 
 def _floors(data: Mapping[str, Any]) -> RecordedFloors:
-    def floor(values: Mapping[str, Any]) -> Floor:
-        said = values["precision"]
-        precision = replace(BY_NAME[said["name"]], least=float(said["least"]))
-        permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
-        nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
-        sums = floor(values["sums"]) if values.get("sums") else None
-        led = float(values.get("led", math.inf))
-        return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums, led=led)
-
-    gradients, updates = (  # of updates older ones have none
-        {name: floor(one) for name, one in data.get(what, {}).items()} for what in ("gradients", "updates")
+    gradients, updates = (
+        {name: _floor(one) for name, one in data.get(what, {}).items()} for what in ("gradients", "updates")
     )
-    moved = _read_nudged(data["moved"]) if data.get("moved") else None  # which older ones have not
-    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients, moved, updates)
+    moved: dict[str, Any] | None = data.get("moved")
+    if moved:
+        moved = {what: _numbers(one) if isinstance(one, dict) else float(one) for what, one in moved.items()}
+    losses, norm = tuple(map(_floor, data["losses"])), _floor(data["norm"])
+    return RecordedFloors(losses, norm, gradients, Nudged(**moved) if moved else None, updates)
 
 
-def _read_nudged(data: Mapping[str, Any]) -> Nudged:
-    of = {what: {name: float(far) for name, far in data[what].items()} for what in ("gradients", "leads", "updates")}
-    return Nudged(**of, norm=float(data["norm"]), loss=float(data.get("loss", 0.0)), least=float(data["least"]))
+def _floor(data: Mapping[str, Any]) -> Floor:
+    said = data["precision"]
+    sums = _floor(data["sums"]) if data.get("sums") else None
+    numbers: dict[str, Any] = _numbers({name: data[name] for name in data.keys() & _OF_A_FLOOR})
+    return Floor(**numbers, precision=replace(BY_NAME[said["name"]], least=float(said["least"])), sums=sums)
 
 
-def _is_config(path: Path) -> bool:
-    with open_regular(path) as file:
-        return b'"pipeproof/config"' in file.read(1000)
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """Read numbers back: those that are not finite are text."""
+    return {name: float(number) for name, number in data.items()}
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -248,7 +242,7 @@ def _metadata(path: Path) -> dict[str, str]:
         known = found.get("format") == FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no text, no JSON, or of another form
         known = False
-    if not known and _is_config(path):
+    if not known and b'"pipeproof/config"' in text[:1000]:
         record = f"`pipeproof record --config {path} --record FILE`"
         raise RecordError(f"{path} is a config, and no record: {record} writes what is expected of it")
     if not known:
@@ -273,12 +267,6 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def _altered_error(path: str | Path, what: str) -> RecordError:
     return RecordError(f"{path} was altered since it was written: {what} is not what its checksum says; {_CURE}")
-
-
-def _store(tensor: Tensor) -> Tensor:
-    """Convert ``tensor`` for the file: to bytes, if safetensors may not know its type."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain if tensor.dtype in _PLAIN else bits(plain).view(torch.uint8)
 
 
 def _sha256(text: str) -> str:

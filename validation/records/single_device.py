@@ -16,13 +16,13 @@ from pipeproof.core.old_weights import Given
 from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_file import describe, restore
-from pipeproof.records.step_record import LossFn, Pairs, check_repeated, loss_of, make_record, measure_nudged, recipe_of
+from pipeproof.records.step_record import LossFn, OneDevice, Pairs, check_repeated, recipe_of
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.data import Batch
 from pipeproof.reference.snapshot import Snapshot, keep_unchanged
-from pipeproof.reference.step import Loss, Recipe
+from pipeproof.reference.step import Loss
 from pipeproof.whitebox.reference_run import narrowest_type
 from pipeproof.whitebox.task import (
     LossOfAll,
@@ -44,16 +44,7 @@ if TYPE_CHECKING:
 
 _NO_ROOM = "; SingleDevice(..., device='cpu') runs it on the host, and check_step(against=StageByStage(...)) needs none"
 
-Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the rank that gives it
-
-
-def lying_at(arrivals: Sequence[Arrival]) -> Held:
-    """Map each parameter, or each part, to the first rank with it."""
-    found: dict[str, dict[Shard | None, int]] = {}
-    for rank, arrival in enumerate(arrivals):
-        for name in arrival.held:
-            found.setdefault(name, {}).setdefault(arrival.shards.get(name), rank)
-    return found
+Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the first rank with it
 
 
 def _weight(name: str, rank: int) -> str:
@@ -76,11 +67,6 @@ class SingleDevice:
     contract: Contract | Callable[[Any, Pairs], Contract] = DEFAULTS
     floors: bool = True
     device: torch.device | str | None = None
-
-    def __post_init__(self) -> None:
-        given: Any = self.contract
-        if isinstance(given, int | float | None):  # the divisor alone
-            object.__setattr__(self, "contract", Contract(loss_divisor=given))
 
     def check(self) -> None:
         """Raise ``WhiteBoxError`` for input that cannot make a reference."""
@@ -114,27 +100,17 @@ class SingleDevice:
 
 
 class ReferenceBeside:
-    """Rank 0's results from ``source`` for one step; ``timeout_s`` bounds each wait.
-
-    renamable: rename= may cure names. ``model``: on rank 0 the reference, with the step's initial weights;
-    ``microbatches``: its input.
-    """
+    """Rank 0's results from ``source`` for one step; ``timeout_s`` bounds each wait; rename= may cure names."""
 
     def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
         self.source = source
-        self._renamable = renamable
+        self._exchange, self._timeout_s, self._renamable = exchange, timeout_s, renamable
         self._roots: list[object] = [source.build, source.loss_fn, source.contract]
-        self.model: nn.Module | None = None
-        self.microbatches: Pairs = ()
-        self._exchange = exchange
-        self._timeout_s = timeout_s
-        self._laid_out: dict[str, Tensor] = {}
-        self._loss_fn: LossFn | None = None
-        self._start: Snapshot | None = None  # the reference's initial state
+        self._step: OneDevice | None = None  # on rank 0, with the initial weights
+        self._place = torch.device(CPU)  # where it computes
+        self._start: Snapshot | None = None  # its initial state
         self._losses: tuple[float, ...] = ()
-        self._shares: tuple[tuple[int, ...], ...] = ()
-        self._stages: dict[str, set[int]] = {}
-        self._beside = self._place = torch.device(CPU)  # where this rank's own weights are, and the reference computes
+        self._laid_out: dict[str, Tensor] = {}
 
     @contextmanager
     def set_apart(self) -> Iterator[None]:
@@ -151,26 +127,51 @@ class ReferenceBeside:
         shares: tuple[tuple[int, ...], ...] = (),
         beside: object = None,
     ) -> tuple[Record | None, dict[int, str]]:
-        """Record a correct step, or return problems by rank.
+        """Record a correct step, without floors, or return problems by rank.
 
         ``parameters``: this rank's, by name; ``shares``: each replica's microbatches, if known. ``beside``: the job's
         modules; no object reachable from these and the loss changes.
         """
         self._roots += [beside, microbatches]
-        held, own = lying_at(arrivals), self._exchange.rank
-        self._beside = next((one.device for one in parameters.values()), torch.device(CPU))
+        held, own = dict[str, dict[Shard | None, int]](), self._exchange.rank
+        for rank, arrival in enumerate(arrivals):
+            for name in arrival.held:
+                held.setdefault(name, {}).setdefault(arrival.shards.get(name), rank)
         given = [name for name, parts in held.items() if own in parts.values()]
         for name in given:
             self._exchange.give(_weight(name, own), parameters[name])
-        self._shares = shares
-        self._stages = {name: {stage for _, stage in places} for name, places in places_of(arrivals).items()}
-        found = self._of_first(lambda: self._make(parameters, held, microbatches), "the reference of the checked step")
+
+        def make() -> Record:
+            if microbatches is None:
+                raise RecordError("the reference runs here, and there are no microbatches: pass them on rank 0")
+            model, loss_fn, said = self._with_weights(parameters, held), self.source.loss_fn, self.source.contract
+            loss_fn = loss_fn.of(microbatches) if isinstance(loss_fn, LossOfAll) else loss_fn
+            contract = said if isinstance(said, Contract) else said(model, microbatches)
+            contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
+            recipe = recipe_of(contract, loss_fn, len(microbatches), shares)
+            stages = {name: {stage for _, stage in places} for name, places in places_of(arrivals).items()}
+            self._step = OneDevice(model, microbatches, recipe, stages=stages)
+            if self.source.floors:
+                self._start = Snapshot([loss_fn, microbatches], lean=[model], host=True)
+            record = self._record(floors=False)
+            self._losses = record.operations[0].losses
+            return record
+
+        found = self._of_first(make, "the reference of the checked step")
         self._exchange.clear(_weight(name, own) for name in given)
         return found
 
     def measure(self, record: Record) -> tuple[Record | None, dict[int, str]]:
         """Add floors to ``record``, or return problems: the reference runs again from its initial state."""
-        found, problems = self._of_first(self._with_floors, "what rounding does to the checked step")
+
+        def again() -> Record:
+            assert self._start is not None, "floors are asked for where they were promised"
+            self._start.put_back()
+            found = self._record(floors=True)
+            check_repeated(self._losses, found.operations[0].losses)
+            return replace(found, operations=(replace(found.operations[0], gradients={}),))
+
+        found, problems = self._of_first(again, "what rounding does to the checked step")
         if found is None:
             return None, problems
         operation = replace(record.operations[0], floors=found.operations[0].floors)
@@ -192,130 +193,97 @@ class ReferenceBeside:
         """
         from pipeproof.reference.traced import Traced  # it is for explaining, as all that knows updates
 
-        model = self._there
-        held = [step.site(name) for name in step.places]
-        batches = [self._batch(number) for number in range(len(self.microbatches))]
-        now = Traced(model, held=held, batches=batches, loss=self._loss, losses=step.record.losses, ends={})
+        own, held = self._there, [step.site(name) for name in step.places]
+        batches = [self._batch(number) for number in range(len(own.microbatches))]
+        now = Traced(own.model, held=held, batches=batches, loss=self._loss, losses=step.record.losses, ends={})
         stage_of = {name: stage for stage, name in held}
-        owner = {name: stage_of.get(name, NOWHERE) for name, _ in model.named_parameters(remove_duplicate=False)}
-        return replace(step.of_record, now=now, tied=copies_apart(model, owner), computed_in=lambda: self._computed_in)
+        owner = {name: stage_of.get(name, NOWHERE) for name, _ in own.model.named_parameters(remove_duplicate=False)}
+
+        def computed_in() -> torch.dtype | None:
+            return narrowest_type(deep_copy(self._there.model), [self._batch(0)], self._loss)
+
+        return replace(step.of_record, now=now, tied=copies_apart(own.model, owner), computed_in=computed_in)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the step's initial weights, on the host of rank 0; empty on all others."""
-        named = {} if self.model is None else dict(self.model.named_parameters(remove_duplicate=False))
+        named = {} if self._step is None else dict(self._step.model.named_parameters(remove_duplicate=False))
         return {name: one.detach().to(CPU) for name, one in named.items()}
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given:
         """Compute the step with replaced weights, on rank 0."""
-        model = deep_copy(self._there)
+        step = self._there
+        model = deep_copy(step.model)
         with torch.no_grad():
             for name, weight in weights.items():
                 model.get_parameter(name).copy_(weight)
-        with drawing_apart(), keep_unchanged(*self._roots):
-            (expected,) = make_record(
-                model, self.microbatches, self._recipe, floors=False, stages=self._stages
-            ).operations
+        with self.set_apart():
+            (expected,) = replace(step, model=model).record(floors=False).operations
         return Given(expected.losses, expected.loss or 0.0, expected.gradients)
 
     def nudged(self, number: int) -> Nudged | None:
         """Measure the effect of weights one rounding off, on rank 0."""
-        return measure_nudged(self._there, self.microbatches, self._recipe, stages=self._stages)
-
-    @property
-    def _computed_in(self) -> torch.dtype | None:
-        return narrowest_type(deep_copy(self._there), [self._batch(0)], self._loss)
+        return self._there.nudged()
 
     def repeated_parameters(self) -> frozenset[str]:
         """Return parameters that the model uses in several places, on rank 0: possible copies in several stages."""
-        model = self._there
+        model = self._there.model
         with self.set_apart():
-            found = repeated_parameters(deep_copy(model), self._batch(0), self.loss_fn)
+            found = repeated_parameters(deep_copy(model), self._batch(0), self._loss.function)
         model.to(CPU)  # this is before the step
         return found
 
     @property
-    def _there(self) -> nn.Module:
-        """The model, on its device."""
-        assert self.model is not None, "a step was compared with what this model gave"
-        return self.model.to(self._place)
-
-    @property
-    def loss_fn(self) -> LossFn:
-        """A microbatch's loss, in this step."""
-        assert self._loss_fn is not None, "a step was compared with what this model gave"
-        return self._loss_fn
+    def _there(self) -> OneDevice:
+        """The step on one device, with its model there."""
+        assert self._step is not None, "a step was compared with what this model gave"
+        self._step.model.to(self._place)
+        return self._step
 
     @property
     def _loss(self) -> Loss:
-        return loss_of(self._contract, self.loss_fn, len(self.microbatches))
-
-    @property
-    def _recipe(self) -> Recipe:
-        return recipe_of(self._contract, self._loss, self._shares)
+        assert self._step is not None, "a step was compared with what this model gave"
+        assert isinstance(self._step.recipe.loss, Loss), "it has a function of its own"
+        return self._step.recipe.loss
 
     def _of_first(self, make: Callable[[], Record], what: str) -> tuple[Record | None, dict[int, str]]:
         """Run ``make`` on rank 0, and share its record, or its problem, with every rank."""
-        outcome = self._describe(make) if self._exchange.rank == 0 else ("", "")
-        text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
-        return (None, {0: problem}) if problem else (restore(text, self.fetch), {})
-
-    def _describe(self, make: Callable[[], Record]) -> tuple[str, str]:
+        text = problem = ""
         laid_out: dict[str, Tensor] = {}
-        try:
-            self.source.check()
-            with self.set_apart():
-                record = make()
-                self._there.to(CPU)  # the step needs the device's memory
-            text = describe(record, laid_out)
-        except (RecordError, WhiteBoxError, ContractError) as error:
-            return "", str(error)
-        except Exception as error:  # the user's own code runs in it
-            cure = _NO_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
-            return "", f"the reference raised {type(error).__name__}: {error}{cure}"
-        for address, tensor in laid_out.items():
+        if self._exchange.rank == 0:
+            try:
+                self.source.check()
+                with self.set_apart():
+                    record = make()
+                    self._there.model.to(CPU)  # the step needs the device's memory
+                text = describe(record, laid_out)
+            except (RecordError, WhiteBoxError, ContractError) as error:
+                problem = str(error)
+            except Exception as error:  # the user's own code runs in it
+                cure = _NO_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
+                problem = f"the reference raised {type(error).__name__}: {error}{cure}"
+        for address, tensor in laid_out.items() if text else ():
             self._laid_out[address] = tensor.cpu()
             self._exchange.give(address, self._laid_out[address])
-        return text, ""
-
-    def _make(self, own: Mapping[str, Tensor], held: Held, microbatches: Pairs | None) -> Record:
-        """Record a correct step without floors; ``own``: this rank's parameters."""
-        if microbatches is None:
-            raise RecordError("the reference runs here, and there are no microbatches: pass them on rank 0")
-        self.model, self.microbatches = self._with_weights(own, held), microbatches
-        given, contract = self.source.loss_fn, self.source.contract
-        self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
-        self._contract = contract if isinstance(contract, Contract) else contract(self.model, microbatches)
-        self._contract.reads(("loss_divisor", "loss_scale", "accumulation"), "beside a SingleDevice")
-        if self.source.floors:
-            self._start = Snapshot([self._loss_fn, microbatches], lean=[self.model], host=True)
-        record = self._record(floors=False)
-        self._losses = record.operations[0].losses
-        return record
-
-    def _with_floors(self) -> Record:
-        assert self._start is not None, "floors are asked for where they were promised"
-        self._start.put_back()
-        record = self._record(floors=True)
-        (operation,) = record.operations
-        check_repeated(self._losses, operation.losses)
-        return replace(record, operations=(replace(operation, gradients={}),))
+        text, problem = self._exchange.gather((text, problem), what=what, bound_s=self._timeout_s)[0]
+        return (None, {0: problem}) if problem else (restore(text, self.fetch), {})
 
     def _record(self, *, floors: bool) -> Record:
-        record = make_record(self._there, self.microbatches, self._recipe, floors=floors, stages=self._stages)
+        record = self._there.record(floors=floors)
         return replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
 
     def _with_weights(self, own: Mapping[str, Tensor], held: Held) -> nn.Module:
-        """Build the reference with the ranks' weights in ``held``; names must match its parameters."""
+        """Build the reference with the ranks' weights in ``held``; names must match its parameters.
+
+        ``own``: this rank's parameters.
+        """
         model = self.source.build()
         check_module(f"build, {name_of(self.source.build)}, returned", model)
         if {id(one) for one in own.values()} & set(map(id, model.parameters())):
             model = deep_copy(model)  # the step's changes to its weights must not reach the reference
         named = dict(model.named_parameters(remove_duplicate=False))
+        cure = ", or give rename= if names differ" if self._renamable else ", in the same sizes and with its names"
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:
-                cure = (
-                    ", or give rename= if names differ" if self._renamable else ", in the same sizes and with its names"
-                )
                 raise RecordError(f"{what} {', '.join(sorted(names))}: build both alike{cure}")
         with torch.no_grad():
             for name, parameter in named.items():
@@ -323,7 +291,8 @@ class ReferenceBeside:
                 if (ours := form(parameter)) != (theirs := form(weight)):
                     raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
                 parameter.copy_(weight)
-        model = self.source.place(model, self._beside)
+        beside = next((one.device for one in own.values()), torch.device(CPU))
+        model = self.source.place(model, beside)
         self._place = next(model.parameters()).device
         return model
 
@@ -340,8 +309,8 @@ class ReferenceBeside:
         return whole
 
     def _batch(self, number: int) -> Batch:
-        assert self.model is not None, "it runs what the model runs"
-        batch = Batch.of(*self.microbatches[number])
+        assert self._step is not None, "it runs what the model runs"
+        batch = Batch.of(*self._step.microbatches[number])
         if not batch.of_tensors:
             raise RecordError(f"microbatch {number} is not of tensors alone")
-        return batch.to(str(next(self.model.parameters()).device))
+        return batch.to(str(next(self._step.model.parameters()).device))

@@ -14,23 +14,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from pipeproof.core.comparison import Comparison
+from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.nudged import OtherProducts
-from pipeproof.core.observe.shards import Shard
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.as_given import (
-    check_operation,
     gradients_of,
     losses_of,
     number,
     source_of,
 )
-from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.checked_step import CheckedStep, Unchecked
 from pipeproof.records.checked_step import CheckError as CheckError
 from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.held_in_common import HeldInCommon
@@ -40,33 +39,37 @@ from pipeproof.records.rank_part import (
     AdapterNames,
     Kept,
     Rename,
-    Run,
     describe_problems,
-    other_run,
     own_name,
     places_of,
     run_of,
 )
-from pipeproof.records.record import Record, Recorded, RecordedOperation, RecordError, against, upstream
+from pipeproof.records.record import (
+    Record,
+    Recorded,
+    RecordedOperation,
+    RecordError,
+    against,
+    other_microbatch,
+    other_weights,
+    upstream,
+)
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_expectation import StepExpectation
-from pipeproof.records.step_parts import EVERY_LAW, StepPart, join_parts
+from pipeproof.records.step_parts import EVERY_LAW, StepPart, how_ranks_ended, judge_parts, not_compared
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.unchecked import check_of
 from pipeproof.reference.products import products_in
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankReport
-from pipeproof.worlds.side_store import RanksAbsent
+from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _TOTAL_OF_SOME = (
     "what the losses of some of the replicas are together may be theirs or that of all: report the losses alone, each "
     "replica those of its microbatches"
 )
-
-if TYPE_CHECKING:
-    from pipeproof.records.record_evidence import RecordedStep
+_CURES = {"names": "give rename=, from stage and name", "stages": "its modules are given by their numbers"}
 
 
 class StepCheck(CheckedStep):
@@ -86,14 +89,12 @@ class StepCheck(CheckedStep):
         super().__init__(modules, microbatches, laws=EVERY_LAW, rename=rename, timeout_s=timeout_s)
         self._source = against
         self._number = operation
-        self._held: HeldInCommon | None = None  # as ``_at``
-        self._shards: Mapping[str, Shard] = {}
-        self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
-        self._expected: RecordedOperation | None = None
-        self._later = FloorsLater(wait=False)
-        self._norm: float | None = None
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
+        self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
+        self._held = HeldInCommon(Exchange(None), {}, {}, bound_s=self._bound_s)
+        self._later = FloorsLater(wait=False)
+        self._norm: float | None = None
         self._last = LastCheck()
         self._sums: Mapping[str, object] = {}  # gradients that were handed over
 
@@ -108,29 +109,24 @@ class StepCheck(CheckedStep):
         return self
 
     def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
-        """Compare this rank's gradients now: complete, and not clipped yet.
-
-        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Parts, in a
-        DTensor or a ``FlatShard``, are joined at the end of the block. If ranks of a stage have a ``FlatShard``, an
-        omitted gradient means no part.
-        """
-        if self._at is not None and self._held is not None and self._expected is not None:
+        if self._at is not None:
             with self.noting():
-                found = self._own.gradients if named is None else gradients_of(named, self._expected.gradients)
+                expected = self._expected.gradients
+                found = self._own.gradients if named is None else gradients_of(named, expected)
                 self._sums = {} if named is None else found
-                given = {name: found[name] for name in self._expected.gradients if name in found}
-                for name in upstream(given, self._own.places):
-                    one, shard = given[name], self._own.shards.get(name)
+                for name in upstream((name for name in expected if name in found), self._own.places):
+                    one, shard = found[name], self._own.shards.get(name)
                     whole, gradient = self._held.take(name, (None, shard) if one is None and shard else one)
                     if whole:
-                        self._compare(self._at, name, gradient)
+                        self._compare(name, gradient)
 
-    def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
-        self._later.gradient(name, gradient, at.expected.gradients, partial(self._enter, at, name))
+    def _compare(self, name: str, gradient: Tensor | None) -> None:
+        self._later.gradient(name, gradient, self._expected.gradients, partial(self._enter, name))
 
-    def _enter(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
+    def _enter(self, name: str, gradient: Tensor | None) -> None:
+        assert self._at is not None, "there is something to compare with"
         before, where = len(self._ledger.mismatches), self._own.where(name, self._exchange.rank)
-        at.gradient(name, gradient, **where)
+        self._at.gradient(name, gradient, **where)
         found = self._ledger.compared.get(("gradient", where.get("rank"), where.get("stage"), None, name))
         wrong = len(self._ledger.mismatches) > before
         self._kept.end(name, gradient, wrong=wrong, apart=0.0 if found is None else found.apart)
@@ -142,55 +138,59 @@ class StepCheck(CheckedStep):
         loss: float | None = None,
         norm: float | None = None,
     ) -> None:
-        """Compare this rank's results: microbatch losses, undivided; their total; the norm.
-
-        ``losses`` come in the order of the microbatches given to the check.
-        """
-        if self._at is None or self._expected is None:
+        if self._at is None:
             return
-        rank, share = self._exchange.rank, self._run.shares[self._exchange.rank]
+        rank, share, expected = self._exchange.rank, self._run.shares[self._exchange.rank], self._expected
         with self.noting():
             known = None if losses is None else losses_of(losses)
-            if known is not None and share is None and len(known) != len(self._expected.losses):
+            if known is not None and share is None and len(known) != len(expected.losses):
                 text = "the microbatches of these losses are not known: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", text, Reason.LOSS_SCALE)
             elif known is not None:
-                exact = tuple(known) == tuple(self._expected.losses[k] for k in share or range(len(known)))
+                exact = tuple(known) == tuple(expected.losses[k] for k in share or range(len(known)))
                 self._later.enter(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
             whole = None if loss is None else number("loss", loss)
-            if whole is not None and share is not None and len(share) < len(self._expected.losses):
+            if whole is not None and share is not None and len(share) < len(expected.losses):
                 self._ledger.doubt("loss", _TOTAL_OF_SOME, Reason.LOSS_SCALE)
             elif whole is not None:
-                self._later.enter(partial(self._at.loss, whole, rank=rank), exact=whole == self._expected.loss)
+                self._later.enter(partial(self._at.loss, whole, rank=rank), exact=whole == expected.loss)
             if norm is not None:
                 self._norm = norm = number("norm", norm)
-                self._later.enter(partial(self._at.norm, norm, rank=rank), exact=norm == self._expected.norm)
+                self._later.enter(partial(self._at.norm, norm, rank=rank), exact=norm == expected.norm)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
-        """Declare initial gradients, by the record's names: content from before the step."""
         if self._at is not None:
             with self.noting():
                 self._kept.begin({n: one for n, one in gradients.items() if one is None or isinstance(one, Tensor)})
 
     def _finish(self) -> None:
-        if self._at is not None:
-            self._compare_in_common(self._at)
-            self._compare_after(self._at)
+        if self._at is None:
+            return
+        try:
+            self._held.enter(self._ledger, self._number, self._run.members, self._compare)
+        except RanksAbsent as absent:  # all ranks are to know that a part did not come
+            self._problem = self._problem or str(absent)
+        own, rank = self._own, self._exchange.rank
+        expected = [name for name in self._expected.parameters if name in own.parameters]
+        for name in (name for name in expected if name not in own.shards):
+            self._at.parameter(name, own.parameters[name], **own.where(name, rank))
+        shards = [name for name in expected if name in own.shards]
+        self._ledger.leave_out("updated-parameters", shards, "in parts", Reason.PARTS)
+        if self._run.count == 1 and self._expected.buffers:
+            for name, (stage, buffer) in own.buffers.items():
+                self._at.buffer(name, buffer, rank=rank, stage=stage)
+        self._later.enter(self._at.close)
 
     def _part(self, about: RankReport) -> StepPart:
+        products, rounding, waits = dict[str, str](), None, self._later.asks(self._ledger)
+        if self._record is not None and self._ledger.mismatches:
+            place = next((one.device for one in self._own.parameters.values()), CPU)
+            products = products_in(place, self._record.products)
+        if self._at is not None and not waits and not self._ledger.all_exact:
+            rounding = Recorded(self._expected).precision
         why = self._why if self._at is None else self._problem
-        waits, expected = self._later.asks(self._ledger), self._expected
-        rounding = None if expected is None or waits or self._ledger.all_exact else Recorded(expected).precision
-        more = self._crash, self._no_norm, self._products, waits, rounding
+        more = self._crash, self._no_norm, products, waits, rounding
         return StepPart(about, self._ledger, self._kept.notes, self._norm, why, *more)
-
-    @property
-    def _products(self) -> Mapping[str, str]:
-        """Return this rank's rounding for fp32 products, if it may explain a mismatch."""
-        if self._record is None or not self._ledger.mismatches:
-            return {}
-        place = next((one.device for one in self._own.parameters.values()), CPU)
-        return products_in(place, self._record.products)
 
     def _conclude(self, parts: Sequence[StepPart]) -> Verdict:
         blank = len(parts) < self._exchange.ranks or any(one.problem or one.report.failed for one in parts)
@@ -199,16 +199,14 @@ class StepCheck(CheckedStep):
                 parts = self._settle(parts)
             except RanksAbsent as absent:
                 self._obstacle = f"what rounding does to the step is not known: {absent}"
-        verdict = join_parts(
-            parts,
-            None if self._record is None or self._expected is None else (self._record, self._number),
-            absent=self._absent,
-            obstacle=self._obstacle,
-            replicas=self._run.count,
-            rerun=f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}",
-            seconds=perf_counter() - self._began,
-        )
-        return self._explain(verdict, parts)
+        obstacle = self._obstacle or describe_problems({part.report.rank: part.problem for part in parts})
+        ended = how_ranks_ended([part.report for part in parts], self._absent)
+        if ended is None and not obstacle and self._record is not None:
+            verdict = judge_parts(parts, self._record, self._number, replicas=self._run.count)
+        else:
+            verdict = not_compared(obstacle, ended)
+        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
+        return self._explain(replace(verdict, rerun=rerun, seconds=perf_counter() - self._began), parts)
 
     def _settle(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
         """Measure floors, finish all comparisons, and return the new parts: every rank calls this."""
@@ -218,7 +216,7 @@ class StepCheck(CheckedStep):
         if found is None:
             self._obstacle = describe_problems(problems)
             return parts
-        self._record, self._expected = found, found.operations[0]
+        self._record = found
         self._at.allowed = Recorded(self._expected)
         for entry in self._later.settle():
             with self.noting():
@@ -230,53 +228,38 @@ class StepCheck(CheckedStep):
         if self._at is not None:
             weights = dict[str, Tensor] if self._beside is None else self._beside.weights
             remember(self._own.modules, self.verdict, self._given, sums=self._sums, weights=weights)
-        if self._held is not None:
-            self._held.clear()
+        self._held.clear()
         if self._beside is not None:
             self._beside.clear()
 
-    def _compare_in_common(self, at: Comparison) -> None:
-        """Compare gradients in parts, and copies with each other."""
-        assert self._held is not None, "there is something to compare"
-        try:
-            self._held.enter(self._ledger, self._number, self._run.members, partial(self._compare, at))
-        except RanksAbsent as absent:  # all ranks are to know that a part did not come
-            self._problem = self._problem or str(absent)
-
-    def _compare_after(self, at: Comparison) -> None:
-        """Compare the state after the step."""
-        assert self._expected is not None, "there is something to compare with"
-        expected = [name for name in self._expected.parameters if name in self._own.parameters]
-        for name in (name for name in expected if name not in self._own.shards):
-            at.parameter(name, self._own.parameters[name], **self._own.where(name, self._exchange.rank))
-        shards = [name for name in expected if name in self._own.shards]
-        self._ledger.leave_out("updated-parameters", shards, "in parts", Reason.PARTS)
-        if self._run.count == 1 and self._expected.buffers:
-            for name, (stage, buffer) in self._own.buffers.items():
-                at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
-        self._later.enter(at.close)
+    @property
+    def _expected(self) -> RecordedOperation:
+        assert self._record is not None, "there is something to compare with"
+        return self._record.operations[self._number]
 
     def _begin(self) -> str:
         record: Record | None = None
         with self.noting():
             self._take_given()
-            record = self._read_record()
-            self._shards = self._own.shards
-            if record is not None:
-                self._own.check_start(record.operations[self._number])
+            record = self._take_source()
         arrivals = self._arrivals()
-        problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
-        run, wrong = run_of(arrivals)
-        problems = problems or wrong
+        run, problems = run_of(arrivals)
         if not problems and self._beside is not None:
+            given = self._given
+            if run.apart:
+                every = self._gather(given, "the microbatches of all replicas")
+                given = run.together(every) if self._exchange.rank == 0 else given
             shares = run.members.each if run.apart else ()
-            given = self._own.parameters, arrivals, self._every(run)
-            record, problems = self._beside.record(*given, shares=shares, beside=self._own.modules)
+            own = self._own.parameters, arrivals, given
+            record, problems = self._beside.record(*own, shares=shares, beside=self._own.modules)
         elif not problems and record is not None:
-            problems = other_run(run, record.operations[self._number])
+            expected = record.operations[self._number].microbatches
+            if found := other_microbatch(expected, run.as_in(expected).microbatches):
+                text = f"microbatches that are not the record's: {found}; run the recorded ones in this step"
+                problems = {0: text}
         if problems or record is None:
             return describe_problems(problems)
-        self._record, self._expected = record, record.operations[self._number]
+        self._record = record
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
         self._later = FloorsLater(wait=self._beside is not None and self._beside.source.floors)
@@ -284,20 +267,29 @@ class StepCheck(CheckedStep):
         self._held = HeldInCommon(self._exchange, compared, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:
             with self.noting():
-                self._count(self._at, self._expected)
+                self._count(self._at)
         return ""
 
-    def _take_given(self) -> None:
-        super()._take_given()
-        source = source_of(self._source)
-        check_operation(self._number, source)
+    def _take_source(self) -> Record | None:
+        """Accept the source of the expectation: return its record, if it has one. Raises ``RecordError``."""
+        source = source_of(self._source, self._number)
         if isinstance(source, SingleDevice):
             renamable = not isinstance(self._rename, AdapterNames)
             self._beside = ReferenceBeside(source, self._exchange, timeout_s=self._bound_s, renamable=renamable)
+            return None
+        record = source if isinstance(source, Record) else read(source)
+        plan = [one.operation for one in record.operations]
+        if not 0 <= self._number < len(plan) or plan[self._number] != "train":
+            raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
+        if found := other_weights(record.operations[self._number].before, self._own.parameters, self._own.shards):
+            raise RecordError(
+                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
+            )
+        return record
 
-    def _count(self, at: Comparison, expected: RecordedOperation) -> None:
+    def _count(self, at: Comparison) -> None:
         """Count the stages of each parameter; copies of a weight used in several places count once."""
-        names = dict.fromkeys([*expected.before, *expected.gradients])
+        names = dict.fromkeys([*self._expected.before, *self._expected.gradients])
         counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
         several = max(counts.values(), default=0) > 1
         copies = self._beside.repeated_parameters() if several and self._beside is not None else None
@@ -311,57 +303,40 @@ class StepCheck(CheckedStep):
             rank, stage = next(iter(self._places.get(name, ())), (None, None))
             at.count_holders(name, count, expected=wanted, rank=rank, stage=stage)
 
-    def _every(self, run: Run) -> Pairs | None:
-        """All replicas' microbatches, on rank 0 for the reference; elsewhere the rank's."""
-        if not run.apart:
-            return self._given
-        given = self._gather(self._given, "the microbatches of all replicas")
-        return run.together(given) if self._exchange.rank == 0 else self._given
-
-    def _read_record(self) -> Record | None:
-        """Read the record, if given."""
-        found = read(self._source) if isinstance(self._source, str | Path) else self._source
-        if not isinstance(found, Record):
-            return None
-        plan = [one.operation for one in found.operations]
-        if not 0 <= self._number < len(plan) or plan[self._number] != "train":
-            raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
-        return found
-
     def _explain(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
         """Add causes to ``verdict``, given a mismatch: all ranks share the parts."""
         if not verdict.mismatches:
             return verdict
-        from pipeproof.records.record_evidence import explain_step  # loaded where something is wrong
+        from pipeproof.records.record_evidence import RecordedStep, explain_step  # loaded where something is wrong
 
-        assert self._record is not None, "there was something to compare with"
-        with nullcontext() if self._beside is None else self._beside.set_apart():
+        record, beside = self._record, self._beside
+        assert record is not None, "there was something to compare with"
+
+        def look() -> RecordedStep:
+            known = {} if beside is None else {"model": beside.update, "with_weights": beside.with_weights}
+            return RecordedStep.of_notes(
+                record,
+                self._number,
+                self._places,
+                [part.notes for part in parts],
+                fetch=lambda name: self._exchange.take(name, bound_s=self._bound_s),
+                norms=[part.norm for part in parts],
+                shards=self._held.shards,
+                replicas=self._run.members,
+                earlier=(self._last.weights,) if beside is not None and self._last.weights else (),
+                **known,
+            )
+
+        with nullcontext() if beside is None else beside.set_apart():
             return explain_step(
                 verdict,
                 self._kept,
                 self._exchange,
-                look=lambda judged: self._step_evidence(parts).evidence(judged),
-                moved=self._record.nudged if self._beside is None else self._beside.nudged,
-                products=OtherProducts.among(self._record.products, [part.products for part in parts]),
+                look=look,
+                moved=record.nudged if beside is None else beside.nudged,
+                products=OtherProducts.among(record.products, [part.products for part in parts]),
                 bound_s=self._bound_s,
             )
-
-    def _step_evidence(self, parts: Sequence[StepPart]) -> "RecordedStep":
-        from pipeproof.records.record_evidence import check_step_evidence
-
-        assert self._record is not None, "there was something to compare with"
-        found = check_step_evidence(
-            self._record,
-            self._number,
-            self._places,
-            notes=[part.notes for part in parts],
-            norms=[part.norm for part in parts],
-            fetch=lambda name: self._exchange.take(name, bound_s=self._bound_s),
-            model=None if self._beside is None else self._beside.update,
-        )
-        if self._beside is not None and self._last.weights:
-            found = replace(found, earlier=(self._last.weights,), with_weights=self._beside.with_weights)
-        return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
 
 def check_step(
@@ -383,6 +358,16 @@ def check_step(
     link by link. rename: from a stage's number and a name in it to the name in the whole model, or in the record.
     operation: its number in the record. timeout_s: bounds each wait for the other ranks, and so for the reference.
     """
-    if isinstance(against, StepExpectation):
-        return check_of(against, modules, microbatches, rename=rename, operation=operation, timeout_s=timeout_s)
-    return StepCheck(modules, microbatches, against=against, rename=rename, operation=operation, timeout_s=timeout_s)
+    if not isinstance(against, StepExpectation):
+        options: dict[str, Any] = {"rename": rename, "operation": operation, "timeout_s": timeout_s}
+        return StepCheck(modules, microbatches, against=against, **options)
+    if (turn := against.turn()) is None:
+        return Unchecked()
+    check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)
+    if operation:
+        check.refuse(f"operation is {operation}: a step that is held against itself is one, so leave operation= out")
+    said = against.contract if isinstance(against.contract, Contract) else DEFAULTS
+    for word, cure in _CURES.items():
+        if getattr(said, word):
+            check.refuse(f"{word} of the contract is not read by check_step: {cure}")
+    return check

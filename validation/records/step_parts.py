@@ -12,8 +12,8 @@ from pipeproof.core.limits import FP32, Precision
 from pipeproof.core.reason import reasons_of
 from pipeproof.core.verdict import Crash, LawResult, Verdict
 from pipeproof.records.held_in_common import LAWS as IN_COMMON
-from pipeproof.records.rank_part import Notes, describe_problems
-from pipeproof.records.record import LAWS, Record, RecordedOperation, against
+from pipeproof.records.rank_part import Notes
+from pipeproof.records.record import LAWS, Record, against
 from pipeproof.worlds.rank_report import Ending, RankReport, headline, with_reports
 from pipeproof.worlds.side_store import RanksAbsent
 
@@ -42,27 +42,6 @@ class StepPart:
     rounding: Precision | None = None
 
 
-def join_parts(
-    parts: Sequence[StepPart],
-    expected: tuple[Record, int] | None,
-    *,
-    absent: RanksAbsent | None,
-    obstacle: str,
-    replicas: int,
-    rerun: str,
-    seconds: float,
-) -> Verdict:
-    """Judge the parts of all ranks present by ``expected``, an operation of a record.
-
-    absent: the missing ranks. obstacle: why nothing was compared, or nothing. replicas: their number.
-    """
-    ended = how_ranks_ended([part.report for part in parts], absent)
-    obstacle = obstacle or describe_problems({part.report.rank: part.problem for part in parts})
-    if ended is None and not obstacle and expected is not None:
-        return _compare(parts, *expected, replicas=replicas, rerun=rerun, seconds=seconds)
-    return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
-
-
 def not_compared(obstacle: str, ended: Ended | None = None) -> Verdict:
     """Build the verdict without a comparison: for ``obstacle``, or by how ranks ``ended``."""
     laws = (LawResult("comparable", "unknown", note=obstacle, reasons=reasons_of(obstacle)),) if obstacle else ()
@@ -85,16 +64,16 @@ def how_ranks_ended(reports: Sequence[RankReport], absent: RanksAbsent | None) -
     return known, "hang" if absent is not None and absent.late and not raised else "error"
 
 
-def _compare(
-    parts: Sequence[StepPart], record: Record, number: int, *, replicas: int, rerun: str, seconds: float
-) -> Verdict:
-    """Judge parts compared with operation ``number`` of ``record``."""
+def judge_parts(parts: Sequence[StepPart], record: Record, number: int, *, replicas: int) -> Verdict:
+    """Judge all ranks' parts, compared with operation ``number`` of ``record``; ``replicas``: their number."""
     expected, ledger = record.operations[number], Ledger(EVERY_LAW)
     for part in reversed(parts):  # as gradients flow
         ledger.join(part.ledger)
     leave_out(ledger, expected, number=number)
-    if replicas == 1:
-        _enter_lost_buffers(ledger, expected, number)
+    if replicas == 1:  # every rank has looked by now
+        at, compared = against(expected, ledger, number=number), ledger.compared_names("buffers", number)
+        for name in (name for name in expected.buffers if name not in compared):
+            at.buffer(name, None)
     ledger.forget(IN_COMMON)
     order = EVERY_LAW.index
     ledger.mismatches.sort(key=lambda one: (order(one.law), -math.inf if one.stage is None else -one.stage))
@@ -106,14 +85,6 @@ def _compare(
         ledger.skip("buffers", "nothing is expected of them")
     elif replicas > 1:
         ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
-    title = f"a step of this job against {record.name}"
     otherwise = next((part.rounding for part in parts if part.rounding is not None), FP32)
-    verdict = conclude(ledger, title, otherwise=otherwise, rerun=rerun, seconds=seconds)
+    verdict = conclude(ledger, f"a step of this job against {record.name}", otherwise=otherwise)
     return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
-
-
-def _enter_lost_buffers(ledger: Ledger, expected: RecordedOperation, number: int) -> None:
-    """Enter lost buffers, after every rank looked."""
-    at, compared = against(expected, ledger, number=number), ledger.compared_names("buffers", number)
-    for name in [name for name in expected.buffers if name not in compared]:
-        at.buffer(name, None)

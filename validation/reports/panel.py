@@ -1,6 +1,6 @@
 """A picture's panel: a timeline's cells, or the slots in a schedule that breaks a law."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -68,13 +68,16 @@ class Panel:
 
 
 def draw_trace(name: str, trace: Trace, *, unit: str = "") -> Panel:
-    """Draw ``trace`` over time; ``unit``: its unit, if not seconds."""
-    schedule = trace.schedule
+    """Draw ``trace`` over time; ``unit``: its unit, if not seconds. Facts follow the rules of a simulation's times."""
+
+    def spell(time: float) -> str:
+        return f"{time * 1e3:.4g} ms" if trace.in_seconds else f"{time:g}"
+
+    schedule, whole = trace.schedule, trace.makespan
     cells: dict[Action, Cell] = {}
     for span in chain.from_iterable(trace.spans):
         if span.worked > 0:
-            times = f"{_time(span.worked_from, trace)} to {_time(span.ended, trace)}"
-            says = f"{_name(span.action)}, on rank {span.rank}, {times}"
+            says = f"{_name(span.action)}, on rank {span.rank}, {spell(span.worked_from)} to {spell(span.ended)}"
             cells[span.action] = Cell(span.rank, span.worked_from, span.ended, span.action, says)
     pairs = []
     for rank, slot in schedule.overlaps:
@@ -83,33 +86,25 @@ def draw_trace(name: str, trace: Trace, *, unit: str = "") -> Panel:
             for cell, beside in ((one, other), (other, one)):
                 cells[cell] = cells[cell]._replace(says=f"{cells[cell].says}, as one with {beside}")
             pairs.append((cells[one], cells[other]))
+    rows = [[span for span in spans if span.action.kind in COMPUTE] for spans in trace.spans]
+    busy = [sum(span.worked for span in row) for row in rows]
+    lasts = [row[-1].ended - row[0].worked_from if row else 0.0 for row in rows]
+    bubble = whole - max(busy)
+    peaks = [peak.value for peak in peaks_of(schedule.columns)]
+    facts = (
+        f"makespan {spell(whole)}",
+        f"global bubble {spell(bubble)} ({bubble / whole if whole else 0:.1%})",
+        f"local bubble {spell(max(last - work for last, work in zip(lasts, busy, strict=True)))}",
+        f"memory: at most {some(round(max(peaks)), 'microbatch')} of one stage, on rank {peaks.index(max(peaks))}",
+    )
     axis = "time in milliseconds" if trace.in_seconds else f"time in units of {unit or 'T_F, T_I and T_W'}"
     title, per_tick = f"{name}: {schedule.sizes}", 1e3 if trace.in_seconds else 1.0
-    return Panel(title, tuple(_facts(trace)), schedule, tuple(cells.values()), axis, tuple(pairs), per_tick)
+    return Panel(title, facts, schedule, tuple(cells.values()), axis, tuple(pairs), per_tick)
 
 
 def _name(action: Action) -> str:
     what = WORDS.get(action.kind, action.kind.lower().replace("_", " "))
     return f"{action}: stage {action.stage}, {what} of microbatch {action.microbatch}"
-
-
-def _time(time: float, trace: Trace) -> str:
-    return f"{time * 1e3:.4g} ms" if trace.in_seconds else f"{time:g}"
-
-
-def _facts(trace: Trace) -> Iterator[str]:
-    """Makespan, bubbles and memory, by a simulation's ``Timeline`` rules."""
-    rows = [[span for span in spans if span.action.kind in COMPUTE] for spans in trace.spans]
-    busy = [sum(span.worked for span in row) for row in rows]
-    lasts = [row[-1].ended - row[0].worked_from if row else 0.0 for row in rows]
-    bubble, whole = trace.makespan - max(busy), trace.makespan
-    local = max(last - work for last, work in zip(lasts, busy, strict=True))
-    peaks = [peak.value for peak in peaks_of(trace.schedule.columns)]
-    yield f"makespan {_time(whole, trace)}"
-    yield f"global bubble {_time(bubble, trace)} ({bubble / whole if whole else 0:.1%})"
-    yield f"local bubble {_time(local, trace)}"
-    most = max(peaks)
-    yield f"memory: at most {some(round(most), 'microbatch')} of one stage, on rank {peaks.index(most)}"
 
 
 def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], broken: Sequence[Violation]) -> Panel:

@@ -174,50 +174,43 @@ def _room(panel: Panel, end: float) -> float:
     return _ROOMS[1] if cells else _ROOMS[0]
 
 
+_SAMPLE = Box(0, 0, 22, 12, "")
+
+
 def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
-    """Draw named samples, in as many lines as needed; return their end, too."""
+    """Draw named samples, in as many lines as needed, and notes below; return their end, too."""
+    panels = [each.panel for each in placed]
+    kinds = {cell.action.kind for panel in panels for cell in panel.cells}
+    most, wrong = max(panel.most for panel in panels), any(panel.wrong for panel in panels)
+    samples = [
+        ([*paint(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {words}", kind in kinds)
+        for kind, words in WORDS.items()
+    ]
+    samples += [
+        ([_SAMPLE._replace(edge=BLACK, edge_width=1.1)], "run as one", any(panel.pairs for panel in panels)),
+        ([_SAMPLE._replace(fill=MESSAGE)], "messages", bool(kinds - COMPUTE)),
+        ([_SAMPLE._replace(fill=WRONG)], "breaks a law", wrong),
+        ([_SAMPLE._replace(fill=IDLE)], "idle", not wrong),
+    ]
     boxes: list[Box] = []
     texts: list[Text] = []
     left, top = _LEFT, _TOP
-    for sample, words in _samples([each.panel for each in placed]):
+    for sample, words, there in samples:
         width = 30 + text_width(words, _SMALL)
+        if not there:
+            continue
         if left > _LEFT and left + width > _LEFT + room:
             left, top = _LEFT, top + 18
         boxes += [box._replace(left=box.left + left, top=box.top + top) for box in sample]
         texts.append(Text(words, left + 28, top + 6, _SMALL))
         left += width + 14
     top += 20
-    for line in wrap_text(" · ".join(_notes(placed)), width=room, size=_SMALL):
+    ways = {each.naming for each in placed}
+    notes = ["dark to pale: the first to the last stage of a rank"] * (most > 1)
+    notes += ["2F0: stage 2, forward, microbatch 0"] * (str in ways) + ["a number: the microbatch"] * (_number in ways)
+    for every in sorted({each.every for each in placed} - {0}):
+        notes.append(f"darkest: microbatches 0, {every}, {2 * every} and so on")
+    for line in wrap_text(" · ".join(notes), width=room, size=_SMALL):
         texts.append(Text(line, _LEFT, top + 4, _SMALL, "start", _GREY))
         top += _SMALL * _LINE
     return boxes, texts, top + 8
-
-
-_SAMPLE = Box(0, 0, 22, 12, "")
-
-
-def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
-    kinds = {cell.action.kind for panel in panels for cell in panel.cells}
-    most = max(panel.most for panel in panels)
-    for kind in [kind for kind in WORDS if kind in kinds]:
-        yield [*paint(kind, colour_of(kind, places=most), _SAMPLE)], f"{kind} {WORDS[kind]}"
-    wrong = any(panel.wrong for panel in panels)
-    others = (
-        ("run as one", _SAMPLE._replace(edge=BLACK, edge_width=1.1), any(panel.pairs for panel in panels)),
-        ("messages", _SAMPLE._replace(fill=MESSAGE), bool(kinds - COMPUTE)),
-        ("breaks a law", _SAMPLE._replace(fill=WRONG), wrong),
-        ("idle", _SAMPLE._replace(fill=IDLE), not wrong),
-    )
-    yield from (([sample], words) for words, sample, there in others if there)
-
-
-def _notes(placed: Sequence[_Placed]) -> Iterator[str]:
-    if any(each.panel.most > 1 for each in placed):
-        yield "dark to pale: the first to the last stage of a rank"
-    ways = {each.naming for each in placed}
-    if str in ways:
-        yield "2F0: stage 2, forward, microbatch 0"
-    if _number in ways:
-        yield "a number: the microbatch"
-    for every in sorted({each.every for each in placed} - {0}):
-        yield f"darkest: microbatches 0, {every}, {2 * every} and so on"

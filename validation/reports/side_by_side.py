@@ -38,41 +38,31 @@ class SideBySide:
 
     def text(self, width: int | None = None) -> str:
         """Numbers of both, and their unit."""
+        numbers = []
+        for timeline in self.timelines.values():
+            memory, bubble = max(timeline.peaks) * self.parts / timeline.schedule.n_stages, timeline.bubble_fraction
+            shares = ("", f"({bubble:.1%})", "", "", "")  # of the makespan, if meaningful
+            own = timeline.makespan, timeline.global_bubble, timeline.local_bubble, memory, timeline.messages
+            numbers.append(zip(own, shares, strict=True))
         rows = []
-        for what, (one, share), (other, beside) in zip(
-            _ROWS, *map(self._numbers, self.timelines.values()), strict=True
-        ):
+        for what, (one, share), (other, beside) in zip(_ROWS, *numbers, strict=True):
             change = f" ({(other - one) / one:+.1%})" if one else ""
             change_text = f"{other - one:+g}{change}" if other != one else "0"
             rows.append((what, f"{one:g}", share, f"{other:g}", beside, change_text))
         both = ((Column(name, right=True), Column("", right=True, drop=2)) for name in self.timelines)
         columns = [Column(""), *chain.from_iterable(both), Column("difference", right=True, drop=1)]
-        return f"{table(columns, rows, width)}\n{self._explained}"
-
-    def _numbers(self, timeline: Timeline) -> list[tuple[float, str]]:
-        """Every row's number, and its share of the makespan if meaningful."""
-        size = self.parts / timeline.schedule.n_stages
-        return [
-            (timeline.makespan, ""),
-            (timeline.global_bubble, f"({timeline.bubble_fraction:.1%})"),
-            (timeline.local_bubble, ""),
-            (max(timeline.peaks) * size, ""),
-            (timeline.messages, ""),
-        ]
+        explained = "memory: the most that a rank holds, in microbatches of one stage"
+        if self.unit:
+            sizes = {name: self.parts // timeline.schedule.n_stages for name, timeline in self.timelines.items()}
+            stages = " and ".join(f"a stage of {name} is {size}" for name, size in sizes.items())
+            explained = f"one unit of time and of memory is 1/{self.parts} of the model with one microbatch: {stages}"
+        return f"{table(columns, rows, width)}\n{explained}"
 
     @property
     def unit(self) -> str:
         """Unit of time."""
         alike = len({timeline.schedule.n_stages for timeline in self.timelines.values()}) == 1
         return "" if alike else f"T_F, T_I and T_W of 1/{self.parts} of the model"
-
-    @property
-    def _explained(self) -> str:
-        if not self.unit:
-            return "memory: the most that a rank holds, in microbatches of one stage"
-        sizes = {name: self.parts // timeline.schedule.n_stages for name, timeline in self.timelines.items()}
-        stages = " and ".join(f"a stage of {name} is {size}" for name, size in sizes.items())
-        return f"one unit of time and of memory is 1/{self.parts} of the model with one microbatch: {stages}"
 
 
 _ROWS = ("makespan", "global bubble", "local bubble", "memory", "messages")

@@ -1,6 +1,6 @@
 """Assemble ranks' results: stages in order, parameters under reference names."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from pipeproof.core.ledger import NOWHERE
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.observed import Claim, Observed, Passed, RankOperation
-from pipeproof.core.observe.shards import find_untiled, join_shards, with_sizes
+from pipeproof.core.observe.shards import with_sizes
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error, same_bits
 from pipeproof.explain.limits import ALIKE
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Site
 from pipeproof.whitebox.boundary_places import Cuts
-from pipeproof.whitebox.claims import claim_unchanged, claims
 from pipeproof.whitebox.crossings import find_passages
 from pipeproof.whitebox.matching import as_mates, match, with_copies
 from pipeproof.whitebox.rank import ModulePart, RankMade
+from pipeproof.whitebox.shared_stages import claim_unchanged, claims, join_whole
 from pipeproof.whitebox.stages_in_order import Flow, PlacedStage, in_order
 from pipeproof.whitebox.tensor_index import Both
 
@@ -47,16 +47,12 @@ class Assembled:
 
     @cached_property
     def stages(self) -> tuple[PlacedStage, ...]:
-        """Stages, ordered by first parameter in the reference."""
-        return self._matched if self.first is None else tuple(map(self._like, self.first.stages))
-
-    def _like(self, stage: PlacedStage) -> PlacedStage:
-        """Return this operation's stage, with the first operation's names."""
-        assert self.first is not None, "asked for of later operations"
-        return replace(stage, part=self._whole(self.made[stage.rank].parts[stage.chunk], stage.names))
-
-    @property
-    def _matched(self) -> tuple[PlacedStage, ...]:
+        """Stages, ordered by first parameter in the reference; a later operation has the first one's names."""
+        if self.first is not None:
+            return tuple(
+                replace(one, part=self._whole(self.made[one.rank].parts[one.chunk], one.names))
+                for one in self.first.stages
+            )
         parts = [(rank, chunk, part) for rank, made in enumerate(self.made) for chunk, part in enumerate(made.parts)]
         found = match([part.locals for *_, part in parts], self.contents)
         found = with_copies(found, [part.gradients for *_, part in parts], lambda: self._several)
@@ -65,27 +61,30 @@ class Assembled:
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
             stages.append(PlacedStage(number, rank, self._whole(part, names), names, unmatched, chunk))
-        return in_order(stages, [*self._parameters], lambda: self._several, _feeds)
+
+        def feeds(one: PlacedStage, other: PlacedStage) -> bool:
+            return Flow.of(one.part.calls or ()).feeds(Flow.of(other.part.calls or ()))
+
+        return in_order(stages, [*self._parameters], lambda: self._several, feeds)
 
     def _whole(self, part: ModulePart, names: Mapping[int, str]) -> ModulePart:
-        """Return ``part``, with shards joined into whole parameters called ``names``."""
+        """Return ``part``, with shards joined into whole parameters called ``names``.
+
+        Starting weights that differ from a rank's own are values, even if they equal another reference parameter.
+        """
         shapes = {k: tuple(self._parameters[name].shape) for k, name in names.items()}
-        members = tuple(
-            (rank, replace(one, shards=with_sizes(one.shards, shapes), values=self._values(one, names)))
-            for rank, one in part.members
-        )
+        members = []
+        for rank, one in part.members:
+            content = {k: one.locals[k].content for k in names}
+            others = {k: c for k, c in content.items() if c != self.contents.get(names[k]) and c in self._by_content}
+            values = {k: self._by_content[c] for k, c in others.items() if c is not None} | dict(one.values)
+            members.append((rank, replace(one, shards=with_sizes(one.shards, shapes), values=values)))
         gradients = list(part.gradients)
         for k in (k for k in names if k in part.shards and part.shards[k].shape is None):
-            lying = [(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards]
-            whole = None if find_untiled([shard for shard, _ in lying]) else join_shards(lying)
+            whole = join_whole([(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards])
             gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
-        return replace(part, gradients=tuple(gradients), shards=with_sizes(part.shards, shapes), members=members)
-
-    def _values(self, part: ModulePart, names: Mapping[int, str]) -> Mapping[int, Tensor]:
-        """Return starting weights that differ from a rank's own, even if they equal another reference parameter."""
-        content = {k: part.locals[k].content for k in names}
-        others = {k: one for k, one in content.items() if one is not None and one != self.contents.get(names[k])}
-        return {k: self._by_content[one] for k, one in others.items() if one in self._by_content} | dict(part.values)
+        shards = with_sizes(part.shards, shapes)
+        return replace(part, gradients=tuple(gradients), shards=shards, members=tuple(members))
 
     @cached_property
     def owner(self) -> dict[str, int]:
@@ -103,8 +102,13 @@ class Assembled:
         if stage is None:
             return None
         holders = [(rank, part) for rank, part in stage.part.members if k not in part.lacks]
-        wrong = (rank for rank, part in holders if expected is not None and _is_wrong(part, k, expected))
-        return next(wrong, next((rank for rank, _ in holders), stage.rank))
+        for rank, part in holders:
+            gradient, shard = part.gradients[k], part.shards.get(k)
+            if expected is not None and gradient is not None and shard is not None and gradient.numel():
+                own = shard.of(expected)
+                if own.shape == gradient.shape and error(gradient, own) > ALIKE:
+                    return rank
+        return holders[0][0] if holders else stage.rank
 
     def beginner(self, site: Site) -> int | None:
         """Return the first rank whose starting weights at ``site`` differ from the reference's.
@@ -174,11 +178,6 @@ class Assembled:
         return frozenset(action.stage for made in self.made for action in made.actions or ())
 
     @property
-    def uncalled(self) -> frozenset[int]:
-        """Stages with unwatched modules."""
-        return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
-
-    @property
     def missed(self) -> str:
         """Watched but unobserved stages, with a likely reason; empty if observed."""
         found = [(str(stage.index), stage.part.missed) for stage in self.stages if stage.part.missed]
@@ -236,16 +235,6 @@ class Assembled:
         held = {id(self._parameters[name]): one[1] for name, one in reversed(every) if one and one[0] is None}
         return {name: held[id(one)] for name, one in self._parameters.items() if id(one) in held}
 
-    @property
-    def left_in_buffers(self) -> dict[str, Tensor]:
-        """Returned buffers after the operation, by name, if they saw all microbatches."""
-        return {name: buffer for (_, name), buffer in self._buffers(self.stages).items()}
-
-    @property
-    def nameless(self) -> bool:
-        """True if ranks returned gradients without modules, so weights are unknown."""
-        return any(stage.part.locals for stage in self.stages) and all(s.part.nameless for s in self.stages)
-
     def passages(self, places: Both | None, note_handed_on: Callable[[Cuts], None]) -> list[dict[int, Passed]]:
         """Return boundary observations by stage, for each line.
 
@@ -253,14 +242,13 @@ class Assembled:
         """
         if places is None:
             return [{} for _ in self._lines]
-        calls = [self._calls(line) for line in self._lines]
         scaled = 1.0 if self.loss_scale is None else self.loss_scale.losses
-        return find_passages(calls, self.replicas.microbatches, places, note_handed_on, scaled=scaled)
+        return find_passages(self._calls, self.replicas.microbatches, places, note_handed_on, scaled=scaled)
 
     def has_passed_at(self, places: Both) -> bool:
         """True if all watched boundary tensors occur in ``places``, bit for bit."""
         forward, backward = places
-        calls = [call for line in self._lines for every in self._calls(line).values() for call in every]
+        calls = [call for line in self._calls for every in line.values() for call in every]
         there = [one for call in calls for one in (*call.inputs, *call.outputs)]
         flowed = [[*call.output_gradients.values(), *call.input_gradients.values()] for call in calls]
         known = forward.recognise(there), backward.recognise(list(chain.from_iterable(flowed)))
@@ -277,10 +265,14 @@ class Assembled:
     def _lines(self) -> range:
         return range(1 + max((one.line for one in self.made), default=0))
 
-    def _calls(self, line: int) -> dict[int, tuple[Call, ...]]:
-        """Return watched calls by stage on ``line``."""
-        every = {stage.index: stage.part.copies.get(line) if line else stage.part.calls for stage in self.stages}
-        return {stage: calls for stage, calls in every.items() if calls is not None}
+    @property
+    def _calls(self) -> list[dict[int, tuple[Call, ...]]]:
+        """Watched calls by stage, for each line."""
+        every = [
+            {stage.index: stage.part.copies.get(line) if line else stage.part.calls for stage in self.stages}
+            for line in self._lines
+        ]
+        return [{stage: calls for stage, calls in one.items() if calls is not None} for one in every]
 
     def _holders(self, line: int) -> dict[int, int]:
         """Return the first rank on ``line`` for each stage with known actions."""
@@ -307,37 +299,53 @@ class Assembled:
     def _operation(self, rank: int, made: RankMade, known: Sequence[Mapping[int, Passed]]) -> RankOperation:
         stages = [stage for stage in self.stages if stage.rank == rank]
         own = {site: (stage.part, k) for site, (stage, k) in self._at.items() if stage.rank == rank}
-        began = {} if "initial-weights" in made.unseen else {site: self._began(*one) for site, one in own.items()}
+        before = {}
+        for site, (part, k) in own.items() if "initial-weights" not in made.unseen else ():
+            content = part.locals[k].content
+            if k in part.values or part.later or content is None:
+                before[site] = part.values.get(k)
+            else:
+                before[site] = self._by_content[content]
         held = self._holders(made.line)
         ran = [stage for stage in self.stages if (held.get(stage.index) if made.line else stage.rank) == rank]
         flows = {stage.index: known[made.line][stage.index] for stage in ran if stage.index in known[made.line]}
-        every = list(flows.values())
+        every, done = list(flows.values()), made.actions
+        if done is None:  # in observed order, or by stage without times
+            done = tuple(action for flow in every for action in flow.actions)
+            times = [time for flow in every for time in flow.times]
+            if len(times) == len(done):
+                done = tuple(done[k] for k in sorted(range(len(done)), key=times.__getitem__))
         # A trace may include stages without parameters, which are absent here.
-        done = _as_done(every) if made.actions is None else made.actions
-        actions = [action for action in done if 0 <= action.stage < len(self.stages)]
+        actions = tuple(action for action in done if 0 <= action.stage < len(self.stages))
+        forwards: dict[int, list[int]] = {}
+        for stage, kind, microbatch in actions:
+            if kind is Kind.FORWARD:
+                forwards.setdefault(stage, []).append(microbatch)
+        # In stages whose microbatches are out of order, running averages may differ legitimately.
+        in_turn = [one for one in stages if (order := forwards.get(one.index)) is not None and order == sorted(order)]
         return RankOperation(
             self.name,
             made.losses,
-            tuple(actions),
+            actions,
             called=tuple(call for flow in every for call in flow.called),
             loss=made.loss,
             gradients={site: part.gradients[k] for site, (part, k) in own.items()},
             norm=made.norm,
             parameters={s: part.after[k][1] for s, (part, k) in own.items() if k in part.after and not self.unlike},
-            before={site: value for site, value in began.items() if value is not None},
+            before={site: value for site, value in before.items() if value is not None},
             crossings=tuple(crossing for flow in every for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in every),
             extra={stage: flow.extra for stage, flow in flows.items() if any(flow.extra)},
             share=made.share,
-            buffers=self._buffers([stage for stage in stages if stage.index in _in_turn(actions)]),
+            buffers=self.buffers(in_turn),
             claims=tuple(claim for stage in stages for claim in self._claims(stage)),
             line=made.line,
             outputs=made.outputs,
             unseen=made.unseen,
         )
 
-    def _buffers(self, stages: Sequence[PlacedStage]) -> dict[Site, Tensor]:
-        """Return buffers in ``stages`` that the model has under the same name and shape."""
+    def buffers(self, stages: Sequence[PlacedStage]) -> dict[Site, Tensor]:
+        """Return buffers in ``stages`` that the model has in this form, if they saw all microbatches."""
         known, found = dict(self.model.named_buffers(remove_duplicate=False)), dict[Site, Tensor]()
         for one in stages if self.alone else ():
             named = {one.part.locals[k].name: name for k, name in one.names.items()}
@@ -360,40 +368,3 @@ class Assembled:
         for k, name in stage.names.items():
             every = claims((stage.index, name), k, stage.part.members, self.replicas)
             yield from (one for one in every if not (self.unlike and one.law == "updated-parameters"))
-
-    def _began(self, part: ModulePart, k: int) -> Tensor | None:
-        """Return a parameter before the operation. None if unknown."""
-        content = part.locals[k].content
-        if k in part.values or part.later or content is None:
-            return part.values.get(k)
-        return self._by_content[content]
-
-
-def _feeds(one: PlacedStage, other: PlacedStage) -> bool:
-    """True if a stage's calls received another's outputs."""
-    return Flow.of(one.part.calls or ()).feeds(Flow.of(other.part.calls or ()))
-
-
-def _is_wrong(part: ModulePart, k: int, expected: Tensor) -> bool:
-    """True if a rank's shard plainly differs from its part of ``expected``."""
-    gradient, shard = part.gradients[k], part.shards.get(k)
-    if gradient is None or shard is None or not gradient.numel():
-        return False
-    own = shard.of(expected)
-    return own.shape == gradient.shape and error(gradient, own) > ALIKE
-
-
-def _as_done(flows: Sequence[Passed]) -> Sequence[Action]:
-    """Return a rank's actions in observed order, or by stage without times."""
-    every = [action for flow in flows for action in flow.actions]
-    times = [time for flow in flows for time in flow.times]
-    return [every[k] for k in sorted(range(len(every)), key=times.__getitem__)] if len(times) == len(every) else every
-
-
-def _in_turn(done: Iterable[Action]) -> Collection[int]:
-    """Return stages with microbatches in order: in others, running averages may differ legitimately."""
-    order: dict[int, list[int]] = {}
-    for stage, kind, microbatch in done:
-        if kind is Kind.FORWARD:
-            order.setdefault(stage, []).append(microbatch)
-    return [stage for stage, forwards in order.items() if forwards == sorted(forwards)]

@@ -27,21 +27,19 @@ def place_by_structure(stages: Stages, places: Both, note: Callable[[Cuts], None
     cuts, divided = _cuts(tensors, places)
     note(cuts)
     flows = {stage: _GradientFlow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
-    scale = _scale({stage: [flow.settle(one) for one in tensors[stage]] for stage, flow in flows.items()})
+    either = {stage: [flow.settle(one) for one in tensors[stage]] for stage, flow in flows.items()}
+    gradients = [
+        column
+        for _, columns in sorted(either.items(), reverse=True)
+        for column in sorted(columns, key=lambda one: one.where != RECEIVED)
+        if column.where in _FLOWING and column.judged
+    ]
+    scales = [{REPLICA if place.endswith(REPLICA) else "" for place in column.own} for column in gradients]
+    scale = next((one.pop() for one in scales if len(one) == 1), None)  # per replica or total: nearest to the loss
     for stage, flow in flows.items():
         settled = [replace(flow, scale=scale).settle(one) for one in tensors[stage]]
         tensors[stage] = [*settled, *flow.missing_columns(settled)]
     return tensors
-
-
-def _scale(stages: Stages) -> str | None:
-    """Return the gradients' scale, per replica or total, from the one nearest to the loss."""
-    for _, columns in sorted(stages.items(), reverse=True):
-        for column in sorted(columns, key=lambda one: one.where != RECEIVED):
-            scales = {REPLICA if place.endswith(REPLICA) else "" for place in column.own}
-            if column.where in _FLOWING and column.judged and len(scales) == 1:
-                return scales.pop()
-    return None
 
 
 def _settle(column: Column, stage: int, stages: Stages) -> Column:
@@ -71,20 +69,16 @@ def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
         yield from _at(stages, stage, GIVEN, number)
     if stage:
         yield from _at(stages, stage - 1, MADE, number)
-        if column.where == GIVEN:
-            yield from _free(stages, stage)
-        # Besides flowing tensors, a later stage receives model data; numbers may be either.
-        for other in stages if column.is_whole_numbers else filter(None, stages):
+        if column.where == GIVEN:  # the previous stage's single output place, if no input of this one uses it
+            taken = {one.place for one in stages[stage] if one.where == GIVEN}
+            free = {one.place for one in stages.get(stage - 1, ()) if one.where == MADE and one.place} - taken
+            yield from free if len(free) == 1 else ()
+        # Besides flowing tensors, a later stage receives model data; integers, which have no gradient, may be either.
+        whole_numbers = not any(one is not None and one.dtype.is_floating_point for one in column.observed)
+        for other in stages if whole_numbers else filter(None, stages):
             yield from (place for place in _at(stages, other, GIVEN, number) if place.startswith(INPUT))
     else:
         yield f"{INPUT} {number}"
-
-
-def _free(stages: Stages, stage: int) -> list[str]:
-    """Return the previous stage's single output place, if no input of ``stage`` uses it."""
-    taken = {one.place for one in stages[stage] if one.where == GIVEN}
-    made = {one.place for one in stages.get(stage - 1, ()) if one.where == MADE and one.place} - taken
-    return list(made) if len(made) == 1 else []
 
 
 def _at(stages: Stages, stage: int, where: str, number: int) -> Iterator[str]:

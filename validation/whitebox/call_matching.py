@@ -39,11 +39,6 @@ class Column:
         """Reference tensors at its place, by microbatch."""
         return self.places.get(self.place, {})
 
-    @property
-    def is_whole_numbers(self) -> bool:
-        """True for integers, which carry no gradient: words, positions, masks."""
-        return not any(one is not None and one.dtype.is_floating_point for one in self.observed)
-
     def owners(self, observed: Sketch | None) -> set[int]:
         """Return microbatches whose tensor equals ``observed``."""
         return set() if observed is None else {number for number, one in self.known.items() if observed.is_like(one)}
@@ -99,8 +94,10 @@ def drop_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequen
     """
     if len(calls) <= microbatches:
         return calls
-    adding = [bool(call.ran) and not call.is_idle for call in calls]
-    numbers = by_content(list(columns_of(calls, places)), len(calls))
+    adding, columns = [*map(may_add, calls)], list(columns_of(calls, places))
+    numbers: list[int | None] = [None] * len(calls)
+    for fill in _FILLS:
+        fill(numbers, columns)
     added = {number for number, adds in zip(numbers, adding, strict=True) if adds}
     last = {number: k for k, number in enumerate(numbers)}
     own = [k for k, number in enumerate(numbers) if adding[k] or (number not in added and last[number] == k)]
@@ -112,6 +109,11 @@ def drop_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequen
     return [calls[k] for k in own] if len(own) >= microbatches or None not in numbers else calls
 
 
+def may_add(call: Call) -> bool:
+    """True if the call's backward may have added to gradients."""
+    return bool(call.ran) and not call.is_idle
+
+
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, CallOrder]:
     """Return each stage's call order.
 
@@ -120,7 +122,9 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
     """
     found: dict[int, list[int | None]] = {stage: [None] * len(calls) for stage, (calls, _) in stages.items()}
     inferred: dict[int, dict[int, str]] = {stage: {} for stage in stages}
-    pairs = {pair: tuple(stages[stage][0] for stage in pair) for pair in pairwise(sorted(stages)) if _next(pair)}
+    pairs = {
+        pair: tuple(stages[stage][0] for stage in pair) for pair in pairwise(sorted(stages)) if pair[1] == pair[0] + 1
+    }
     there = {pair: _pairs_between(*calls, back=False) for pair, calls in pairs.items()}
     passed = {pair: _pairs_between(*calls, back=True) for pair, calls in pairs.items()}
     for fill in _FILLS:
@@ -140,21 +144,13 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
     }
 
 
-def by_content(columns: Sequence[Column], calls: int) -> list[int | None]:
-    """Return each call's microbatch, if its own tensors imply one."""
-    found: list[int | None] = [None] * calls
-    for fill in _FILLS:
-        fill(found, columns)
-    return found
-
-
 def _by_inputs(found: list[int | None], columns: Sequence[Column], *, level: int) -> None:
     """Assign calls by inputs from a single microbatch.
 
     From level 1 on, a majority among the inputs suffices; at level 2 some inputs may be unknown.
     """
     for call in _open(found):
-        sets = _owners(columns, call)
+        sets = [column.owners(column.observed[call]) for column in columns if column.where == GIVEN]
         known = [owners for owners in sets if owners]
         if not known or (level < 2 and len(known) < len(sets)):
             continue
@@ -189,11 +185,6 @@ def _choose(call: int, those: set[int], found: Sequence[int | None]) -> int:
     return call if call in free else free[0]
 
 
-def _owners(columns: Sequence[Column], call: int) -> list[set[int]]:
-    """Return candidate microbatches per input."""
-    return [column.owners(column.observed[call]) for column in columns if column.where == GIVEN]
-
-
 def _candidates(columns: Sequence[Column], call: int, sure: Collection[int] = ()) -> set[int]:
     """Return candidates from inputs, then outputs, then their sources, then gradients.
 
@@ -225,10 +216,6 @@ _FILLS: Sequence[Callable[[list[int | None], Sequence[Column]], None]] = (
     partial(_by_inputs, level=2),
     _match_shown,
 )
-
-
-def _next(pair: tuple[int, int]) -> bool:
-    return pair[1] == pair[0] + 1
 
 
 def _pairs_between(before: Sequence[Call], after: Sequence[Call], *, back: bool) -> list[tuple[int, int]]:

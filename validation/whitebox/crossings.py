@@ -4,8 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Self
 
 from pipeproof.core.limits import precision_of
 from pipeproof.core.observe.calls import Call
@@ -18,21 +16,20 @@ from pipeproof.explain.limits import LEFT
 from pipeproof.explain.sketches import is_far_nearer, is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.whitebox.boundary_places import Cuts, place_by_structure
-from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, drop_extra, orders
+from pipeproof.whitebox.call_matching import CallOrder, Column, columns_of, drop_extra, may_add, orders
 from pipeproof.whitebox.tensor_index import Both, is_part
 
 _FAINT = 10.0  # times the rounding limit: a stage may amplify an earlier error so far
 
 
-def _no_note(cuts: Cuts) -> None:
-    """Ignore cuts."""
+Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
 
 
 def find_passages(
     lines: Sequence[Mapping[int, Sequence[Call]]],
     microbatches: int,
     places: Both,
-    note_handed_on: Callable[[Cuts], None] = _no_note,
+    note_handed_on: Callable[[Cuts], None] = lambda cuts: None,
     *,
     scaled: float = 1.0,
 ) -> list[dict[int, Passed]]:
@@ -40,63 +37,28 @@ def find_passages(
 
     note_handed_on: records partial gradients there. scaled: declared loss scale.
     """
-    of = partial(_WatchedLine.of, microbatches=microbatches, places=places, scaled=scaled)
-    watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # note once
-    late = watched[0].late  # ranks on one stage divide alike
-    return [one.find_passages(late if is_near(one.late, late) else None) for one in watched]
-
-
-Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
-
-
-@dataclass(frozen=True)
-class _WatchedLine:
-    """One line's calls by stage, with tensors and order."""
-
-    stages: Stages
-    orders: Mapping[int, CallOrder]
-    extra: Mapping[int, tuple[int, int]]
-    scaled: float = 1.0
-
-    @classmethod
-    def of(
-        cls,
-        watched: Mapping[int, Sequence[Call]],
-        *,
-        microbatches: int,
-        places: Both,
-        note: Callable[[Cuts], None],
-        scaled: float,
-    ) -> Self:
-        own = {stage: drop_extra(calls, microbatches, places) for stage, calls in sorted(watched.items())}
-        extra = {stage: _extra(watched[stage], calls) for stage, calls in own.items()}
+    watched = []
+    for k, line in enumerate(lines):
+        own = {stage: drop_extra(calls, microbatches, places) for stage, calls in sorted(line.items())}
         observed = {stage: list(columns_of(calls, places)) for stage, calls in own.items()}
-        columns = place_by_structure(observed, places, note)
-        stages = {stage: (calls, columns[stage]) for stage, calls in own.items()}
-        return cls(stages, orders(stages, microbatches), extra, scaled)
-
-    @cached_property
-    def late(self) -> float | None:
-        return _late(self.stages, self.orders, self.scaled)
-
-    def find_passages(self, late: float | None) -> dict[int, Passed]:
-        """Return observations by stage; ``late``: see ``Context``."""
-        sent = collect_sent(self.stages, self.orders)
-        return {
-            stage: replace(
-                passages_of(stage, *there, Context(stage, self.orders[stage], sent, late)),
-                detached=find_detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
-                extra=self.extra[stage],
+        placed = place_by_structure(observed, places, (lambda cuts: None) if k else note_handed_on)  # note once
+        stages = {stage: (calls, placed[stage]) for stage, calls in own.items()}
+        watched.append((line, stages, orders(stages, microbatches)))
+    factors = [_late(stages, order, scaled) for _, stages, order in watched]
+    found = []
+    for (line, stages, order), factor in zip(watched, factors, strict=True):
+        sent, passed = collect_sent(stages, order), dict[int, Passed]()
+        late = factors[0] if is_near(factor, factors[0]) else None  # ranks on one stage divide alike
+        for stage, (calls, columns) in stages.items():
+            kept = set(map(id, calls))
+            others = [call for call in line[stage] if id(call) not in kept]
+            passed[stage] = replace(
+                passages_of(stage, calls, columns, Context(stage, order[stage], sent, late)),
+                detached=find_detached(stages.get(stage - 1, ((), ()))[0], calls, order[stage]),
+                extra=(len(others), sum(map(may_add, others))),
             )
-            for stage, there in self.stages.items()
-        }
-
-
-def _extra(calls: Sequence[Call], own: Sequence[Call]) -> tuple[int, int]:
-    """Count calls beyond a stage's ``own``, and those that may add to gradients."""
-    kept = set(map(id, own))
-    others = [call for call in calls if id(call) not in kept]
-    return len(others), sum(bool(call.ran) and not call.is_idle for call in others)
+        found.append(passed)
+    return found
 
 
 def _late(stages: Stages, orders: Mapping[int, CallOrder], scaled: float) -> float | None:
@@ -187,14 +149,17 @@ def passages_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], co
         (*forwards, *(Action(stage, Kind.BACKWARD, number) for _, number in backs)),
         tuple((action, call.training) for action, call in zip(forwards, calls, strict=True)),
         tuple(one for column in columns for k, call in enumerate(calls) for one in _crossing(column, k, call, context)),
-        _at(GIVEN, columns),
-        _at(MADE, columns),
+        {one.number: one.place for one in columns if one.where == GIVEN and one.place},
+        {one.number: one.place for one in columns if one.where == MADE and one.place},
         order.left,
         order.complete,
         frozenset((one.where, order.numbers[k]) for one, k in passing if order.numbers[k] not in one.known),
         sum(not column.judged for column, _ in passing),
         {number: call.rank for number, call in numbered},
-        {number: [*_strange(columns, k)] for k, number in enumerate(order.numbers)},
+        {
+            number: [o for one in columns if one.where == MADE and not one.place and (o := one.observed[k]) is not None]
+            for k, number in enumerate(order.numbers)
+        },
         any(call.mixed for call in calls),
         stacks={Action(stage, kind, m): stack for m, call in numbered for kind, stack in call.stacks.items()},
         came=came,
@@ -202,18 +167,6 @@ def passages_of(stage: int, calls: Sequence[Call], columns: Sequence[Column], co
         cut=frozenset(m for m, call in numbered if call.flowed and not call.backwards and m != UNKNOWN_MICROBATCH),
         times=(*began, *(end for end, _ in backs)) if len(began) == len(calls) else (),
     )
-
-
-def _strange(observed: Sequence[Column], call: int) -> Iterator[Sketch]:
-    """Yield a call's outputs without a place."""
-    for column in observed:
-        one = column.observed[call]
-        if column.where == MADE and not column.place and one is not None:
-            yield one
-
-
-def _at(where: str, observed: Sequence[Column]) -> dict[int, str]:
-    return {column.number: column.place for column in observed if column.where == where and column.place}
 
 
 @dataclass(frozen=True)
@@ -229,12 +182,6 @@ class Context:
     sent: Sent
     late: float | None
     limits: Mapping[tuple[str, int, int], float] | None = None
-
-    def limit(self, column: Column, k: int, expected: Sketch) -> float:
-        """Return the allowed distance from ``expected`` for call ``k``."""
-        if self.limits is None:
-            return expected.limit
-        return self.limits.get((column.where, column.number, k), 0.0)
 
 
 def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[Crossing]:
@@ -264,37 +211,27 @@ def _crossing(column: Column, k: int, call: Call, context: Context) -> Iterator[
         if column.where != KEPT and call.ran and not column.own and expected.norm:
             yield replace(crossing, really=Likeness("missing"))
         return
-    # Half the digits exceed a narrower type, but a cast shows in each element.
-    error, limit, exact = observed.distance(expected), context.limit(column, k, expected), observed.is_same(expected)
-    little = error <= limit and (limit > 0 or context.limits is None)
-    same = exact or (little and (_is_coarse(limit, observed) or not is_rounded_sketch(observed, expected)))
+    limits, narrow = context.limits, ROUNDED_TO.get(observed.narrow)
+    limit = expected.limit if limits is None else limits.get((column.where, column.number, k), 0.0)
+    error, exact = observed.distance(expected), observed.is_same(expected)
+    little = error <= limit and (limit > 0 or limits is None)
+    # Half the digits exceed a narrower type, but a cast shows in each element; in a coarse one rounding is as large.
+    coarse = limit == math.inf or (narrow is not None and limit >= precision_of(narrow).unit)
+    same = exact or (little and (coarse or not is_rounded_sketch(observed, expected)))
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = (same and (is_near(context.late, 1.0) or not expected.norm)) or is_near(
             observed.factor(expected), context.late
         )
         exact = exact and same
-    really = (
-        None
-        if same
-        else _really(column, observed, expected, k, context, passed_on=_passes_on(call, column.where, observed))
-    )
+    # If the call returns its received tensor unchanged, later places show it too.
+    out = {GIVEN: call.outputs, RECEIVED: [*call.input_gradients.values()]}.get(column.where, [])
+    passed_on = observed.digest in {one.digest for one in out}
+    really = None if same else _really(column, observed, expected, k, context, passed_on=passed_on)
     faint = not same and error <= _FAINT * limit
-    other_form = context.limits is not None and really is not None and really.kind == "shape"
+    other_form = limits is not None and really is not None and really.kind == "shape"
     if other_form and not column.place.startswith(INPUT):  # data keep their form
         crossing = replace(crossing, judged=False)  # stages may have padded or trimmed it
     yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
-
-
-def _is_coarse(limit: float, observed: Sketch) -> bool:
-    """True if rounding alone reaches the narrower type's unit."""
-    narrow = ROUNDED_TO.get(observed.narrow)
-    return limit == math.inf or (narrow is not None and limit >= precision_of(narrow).unit)
-
-
-def _passes_on(call: Call, where: str, observed: Sketch) -> bool:
-    """True if ``call`` returns its received tensor unchanged, so that later places show it too."""
-    out = {GIVEN: call.outputs, RECEIVED: [*call.input_gradients.values()]}.get(where, [])
-    return observed.digest in {one.digest for one in out}
 
 
 def _really(
@@ -310,7 +247,11 @@ def _really(
     )
     if math.prod(observed.shape) == 1:  # chance makes single numbers match
         owners = [one for one in owners if column.known[one].digest == observed.digest]
-    made = _empty(observed, hint) or _find_rounding(observed, expected, late) or _times(observed, expected, late)
+    made = _empty(observed, hint)
+    if made is None and late is not None:  # a cast through a narrower type, beside the factor
+        cast = of_sketches(observed, expected.times(late))
+        made = cast if cast is not None and cast.kind == "rounded" else None
+    made = made or _times(observed, expected, late)
     if owners and not is_rounded_sketch(observed, expected):
         return Likeness(
             "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
@@ -360,12 +301,6 @@ def _anywhere(column: Column, observed: Sketch) -> Iterator[tuple[str, int, str,
     activation, gradient = flows if column.where in (*FORWARD_POINTS, KEPT) else reversed(flows)
     for flow, of in ((activation, ""), (gradient, "gradient of ")) if observed.norm else ():
         yield from ((place, owner, of, flow[place][owner]) for place, owner in flow.find(observed))
-
-
-def _find_rounding(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
-    """Detect a cast through a narrower type, beside the ``late`` factor."""
-    found = None if late is None else of_sketches(observed, expected.times(late))
-    return found if found is not None and found.kind == "rounded" else None
 
 
 def _times(observed: Sketch, expected: Sketch, late: float | None) -> Likeness | None:

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from pipeproof.core.execution import flow
 from pipeproof.core.ledger import NOWHERE
-from pipeproof.core.observe.observed import Crossing
-from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.old_weights import Given, StaleCall, hold_to_old_weights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.evidence import Evidence, Line
 from pipeproof.explain.explain import explain_safely, explain_verdict
 from pipeproof.explain.members import Members
-from pipeproof.explain.model_beside import ModelBeside
+from pipeproof.explain.played import ModelBeside
 from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.step import Contribution, Expected, Gradient, Reference, Site
 from pipeproof.reference.traced import Traced
@@ -38,26 +36,20 @@ def explain(verdict: Verdict, now: OperationRun, model: nn.Module, before: Seque
         return verdict.drop_cause(now.run.crash)
     observed = now.found.observe(known)
     lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
-    along = sorted(lines, key=lambda line: _first_wrong(line, first=line is lines[0]))
+
+    def first_wrong(line: Line) -> tuple[float, ...]:
+        """Return the first wrong tensor's position in the flow. On later lines, some deviations may be deliberate."""
+        wrong = [one for one in line.observed.crossings(0) if not one.same]
+        if line is not lines[0]:
+            meant = (one.really is None or one.really.kind in _BY_DESIGN for one in wrong)
+            wrong = [one for one, by_design in zip(wrong, meant, strict=True) if one.judged or not by_design]
+        return min((flow(one, line.observed.schedule.n_stages) for one in wrong), default=(float("inf"),))
+
+    along = sorted(lines, key=first_wrong)
     evidence = _RightStep(now, model, tuple(before), along[0]).evidence(verdict, along[1:])
     verdict = hold_to_old_weights(verdict, lambda: evidence)
     evidence = replace(evidence, verdict=verdict)
     return explain_safely(verdict, lambda: explain_verdict(evidence))
-
-
-def _first_wrong(line: Line, *, first: bool) -> tuple[float, ...]:
-    """Return the first wrong tensor's position in the flow. On later lines, unjudged deviations may be deliberate."""
-    wrong = [one for one in line.observed.crossings(0) if not one.same and (first or one.judged or not _is_meant(one))]
-    return min((flow(one, line.observed.schedule.n_stages) for one in wrong), default=(float("inf"),))
-
-
-def _is_meant(one: Crossing) -> bool:
-    return one.really is None or one.really.kind in _BY_DESIGN
-
-
-def _places(one: OperationRun, observed: Sketch) -> Sequence[tuple[str, int]]:
-    """Return places in an operation's reference whose tensor equals ``observed``."""
-    return () if one.run.places is None else one.run.places[0].holding(observed)
 
 
 @dataclass(frozen=True)
@@ -104,12 +96,12 @@ class _RightStep:
 
     def _stale(self) -> Iterator[StaleCall]:
         """Yield calls whose inputs occur in an earlier operation, and nowhere in this one."""
-        earlier = [*enumerate(reversed(self.before), start=1)]
+        earlier, now = [one.run.places for one in reversed(self.before)], self.now.run.places
         for stage in self.now.found.stages if earlier else ():
             for number, call in enumerate(stage.part.calls or (), start=1):
-                for given in (one for one in call.inputs if not _places(self.now, one)):
-                    every = ((operation, _places(one, given)) for operation, one in earlier)
-                    yield from (StaleCall(stage.index, number, k, places[0][1]) for k, places in every if places)
+                for given in (one for one in call.inputs if now is None or not now[0].holding(one)):
+                    every = (() if places is None else places[0].holding(given) for places in earlier)
+                    yield from (StaleCall(stage.index, number, k, at[0][1]) for k, at in enumerate(every, 1) if at)
 
     @property
     def _pending(self) -> list[OperationRun]:
@@ -173,8 +165,14 @@ class _RightStep:
     @cached_property
     def beside(self) -> ModelBeside:
         """A reference that replays single microbatches."""
-        batches, loss = self.now.run.batches, self.now.task.loss
-        return ModelBeside(self._reference, self.model, batches, loss, lambda: self._traced, lacks=self._lacks)
+        return ModelBeside(
+            self._reference,
+            self.model,
+            self.now.run.batches,
+            self.now.task.loss,
+            lambda: self._traced,
+            lacks=lambda m, observed: self._computed[m].lacks(observed),
+        )
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given | None:
         """Run the reference with other weights. None after an error."""
@@ -189,10 +187,6 @@ class _RightStep:
             return None
         whole = self._whole(reference, made, lambda one: one.made, self.line.observed.backwards(0))
         return Given(whole.losses, whole.loss, {name: one for (_, name), one in whole.gradients.items()})
-
-    def _lacks(self, microbatch: int, observed: Sketch) -> bool:
-        """True if the reference computes neither the tensor nor its source for a microbatch."""
-        return self._computed[microbatch].lacks(observed)
 
     @cached_property
     def _computed(self) -> Sequence[Computed]:

@@ -1,7 +1,7 @@
 """Expectations from other sources than a whole model on one device."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Self
 
 from torch import nn
@@ -36,25 +36,9 @@ class Expectation(ABC):
     def whole(self) -> nn.Module | None:
         """Return the step's model, or None. Raises ``WhiteBoxError``."""
 
-
-@dataclass(frozen=True)
-class LinkedTask(Task):
-    """A step that its own ranks judge ``by`` an expectation."""
-
-    by: Expectation = field(kw_only=True)
-
-    @classmethod
-    def of(cls, task: Task, by: Expectation) -> Self:
-        """Convert ``task``. Raises ``WhiteBoxError`` for options that need a whole model."""
+    def judge(self, task: Task) -> Task:
+        """Return ``task``, judged by this. Raises ``WhiteBoxError`` for options that need a whole model."""
         if task.optimizer is not None:
             raise WhiteBoxError(f"optimizer= with a StageByStage, which holds a step up to its gradients: {OF_A_MODEL}")
-        by = by.of_a_step(task.loss_fn, task.contract)
-        return cls(task.step, by.whole, task.microbatches, contract=by.contract, by=by)
-
-    @property
-    def in_pairs(self) -> bool:
-        return True
-
-    @property
-    def beside(self) -> str:
-        return "link by link"
+        by = self.of_a_step(task.loss_fn, task.contract)
+        return replace(task, reference=by.whole, loss_fn=None, contract=by.contract, by=by)

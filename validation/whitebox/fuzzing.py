@@ -125,7 +125,12 @@ class Subject:
         step, reference = partial(self.step, **case.given(space.takes)), self.reference
         if not isinstance(reference, Expectation):
             reference = Build(reference, case.dtype, case.seed)
-        microbatches = [self._microbatch(m, rows, case) for m, rows in enumerate(case.rows)]
+        drawing = [torch.Generator().manual_seed((case.seed << 16) + m) for m in range(len(case.rows))]
+        microbatches = [self.data(m, rows, drawing[m]) for m, rows in enumerate(case.rows)]
+        if case.dtype is not None:
+            microbatches = tree_map_only(
+                Tensor, lambda one: one.to(case.dtype) if one.is_floating_point() else one, microbatches
+            )
         contract = self.contract(microbatches) if callable(self.contract) else self.contract
         if not isinstance(contract, Contract):
             wanted = "expected a pipeproof.Contract, or a function of the microbatches that makes one"
@@ -140,10 +145,6 @@ class Subject:
         )
         return replace(verdict, config=f"{verdict.config}: {case}", rerun=self.rerun(case))
 
-    def _microbatch(self, m: int, rows: int, case: StepCase) -> Any:
-        made = self.data(m, rows, torch.Generator().manual_seed((case.seed << 16) + m))
-        return made if case.dtype is None else tree_map_only(Tensor, partial(_in_dtype, case.dtype), made)
-
 
 @dataclass(frozen=True)
 class Build:
@@ -156,10 +157,6 @@ class Build:
     def __call__(self) -> Any:
         model = self.func(**seeded(self.func, self.seed))
         return model if self.dtype is None or not isinstance(model, nn.Module) else model.to(self.dtype)
-
-
-def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class ScaledGradients:
@@ -258,24 +255,24 @@ class _CampaignRun:
         )
 
     def search(self, decisions: st.SearchStrategy[Any]) -> None:
-        """Draw cases, and where one failed half as many on fewer ranks, which may fail at other splits alone."""
-        campaign, space, budget = self.space.campaign, self.space, self.space.campaign.cases
-        if campaign.case:
-            self._draw(st.just(space.parse(campaign.case)), decisions, budget=1)
-            return
-        fewer: Space | None = space
-        while fewer is not None and self._draw(step_cases(fewer), decisions, budget=budget):
-            fewer, budget = space.below(self.failures[-1][0][0]), (campaign.cases + 1) // 2
+        """Draw cases, and where one failed half as many on fewer ranks, which may fail at other splits alone.
 
-    def _draw(self, cases: Any, decisions: st.SearchStrategy[Any], *, budget: int) -> bool:
-        """Whether a case fails, also when it runs once more at the end: the last is then the smallest."""
-        try:
-            ending = draw(st.tuples(cases, decisions), self.attempt, budget=budget, seed_=self.space.campaign.seed)
-        except Unsatisfiable:  # where= allows none of them
-            return False
-        if ending is CampaignEnd.FAILED:
+        The smallest that failed is found if it fails again when it runs once more at the end.
+        """
+        campaign, space = self.space.campaign, self.space
+        fewer: Space | None = space
+        budget = 1 if campaign.case else campaign.cases
+        while fewer is not None:
+            cases: Any = st.just(space.parse(campaign.case)) if campaign.case else step_cases(fewer)
+            try:
+                ending = draw(st.tuples(cases, decisions), self.attempt, budget=budget, seed_=campaign.seed)
+            except Unsatisfiable:  # where= allows none of them
+                return
+            if ending is not CampaignEnd.FAILED:
+                return
             self.found = self.failures[-1]
-        return ending is CampaignEnd.FAILED
+            below = None if campaign.case else space.below(self.found[0][0])
+            fewer, budget = below, (campaign.cases + 1) // 2
 
     def reduce(self) -> FuzzResult:
         """The result where a case failed."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.core.observe.shards import InShards, Shard, ShardError, flat_shard, shard_at, shard_of
+from pipeproof.core.observe.shards import Shard, ShardError, flat_shard, local_tensor, shard_at, shard_of
 from pipeproof.pipeline.action import Action, ActionError
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reference.accumulation import Accumulation
@@ -76,8 +76,14 @@ class StepResult:
     @property
     def named(self) -> Mapping[str, tuple[Tensor, ...]]:
         """Current outputs, as tensors."""
-        given = {} if self.outputs is None else self.outputs
-        return {name: tuple(_tensor(one) for one in every) for name, every in given.items() if every is not None}
+
+        def as_tensor(value: Any) -> Tensor:
+            if isinstance(value, Tensor):
+                return value.detach().to("cpu", copy=True)
+            return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+        every = (self.outputs or {}).items()
+        return {name: tuple(map(as_tensor, one)) for name, one in every if one is not None}
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:
@@ -132,31 +138,21 @@ def understood(result: object, step: str, contract: Contract = DEFAULTS) -> Step
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
     if isinstance(result, Generator):
         raise HandBackError(f"{step} yields, but is one step: pass operations=, the list that it goes through")
-    handed = _in_place(result if isinstance(result, StepResult) else _from_tuple(result, step), step)
-    losses, scale = handed.losses, handed.loss_scale
-    for value, what, fits, expected in (
-        (
-            losses,
-            "losses",
-            _is_number(losses) or _is_numbers(losses),
-            "a number for each microbatch, or one for the step",
-        ),
-        (handed.grad_norm, "the gradient norm", _is_number(handed.grad_norm), "a number"),
-        (handed.max_norm, "max_norm", _is_number(handed.max_norm), "a number, or None"),
-        (scale, "loss_scale", scale is not None and _is_number(scale) and scale > 0, "a number above 0"),
-    ):
-        if value is not None and not fits:
-            raise HandBackError(f"{step} returned {_name_type(value)} as {what}: expected {expected}")
-    try:
-        handed.actions(0)
-    except (ActionError, TypeError) as error:
-        raise HandBackError(f"{step} returned a trace that cannot be read: {error}") from None
-    _check_outputs(handed.outputs, step)
-    return _by_contract(handed, step, contract)
-
-
-def _by_contract(handed: StepResult, step: str, contract: Contract) -> StepResult:
-    """Add the contract's words. Raises ``HandBackError`` for contradictions."""
+    if isinstance(result, tuple) and not 1 <= len(result) <= 4:
+        also = "at most a trace after that"
+        raise HandBackError(f"{step} returned a tuple of {len(result)}: expected {_EXPECTED}; {also}")
+    if not isinstance(result, StepResult):
+        result = StepResult(*result) if isinstance(result, tuple) else StepResult(result)
+    made, gradients = result.modules, result.gradients
+    if isinstance(made, nn.Module):
+        made = [made]
+    elif isinstance(made, Mapping) and gradients is None:
+        made, gradients = [], made
+    elif not isinstance(made, Sequence) or isinstance(made, str):
+        raise HandBackError(f"{step} returned {_name_type(made)}: expected {_EXPECTED}")
+    handed = replace(result, modules=list(made), gradients=gradients)
+    for why in _complaints(handed):
+        raise HandBackError(f"{step} returned {why}")
     for word in ("loss_scale", "max_norm", "accumulation"):
         said, made = getattr(contract, word), getattr(handed, word)
         if said is not None and made is not None and said != made:
@@ -168,82 +164,53 @@ def _by_contract(handed: StepResult, step: str, contract: Contract) -> StepResul
     return handed
 
 
-def _check_outputs(given: object, step: str) -> None:
-    if given is not None and not isinstance(given, Mapping):
-        raise HandBackError(f"{step} returned {_name_type(given)} as outputs: expected a mapping of names to them")
-    for name, every in (given or {}).items():
+def _complaints(handed: StepResult) -> Iterator[str]:
+    """Yield what was returned that cannot be read."""
+    for one in handed.modules:
+        if not isinstance(one, nn.Module):
+            yield f"{_name_type(one)} among its modules: expected modules only"
+    gradients, losses, scale, outputs = handed.gradients, handed.losses, handed.loss_scale, handed.outputs
+    if not isinstance(gradients, Mapping | None):
+        yield f"{_name_type(gradients)} as gradients: expected a mapping of parameter names"
+    for name, gradient in (gradients or {}).items():
+        whole = gradient.part if isinstance(gradient, FlatShard) else gradient
+        if isinstance(gradient, tuple) and len(gradient) == 2 and isinstance(gradient[1], slice | tuple | list):
+            whole = gradient[0]
+        known = isinstance(name, str) or (isinstance(name, nn.Parameter) and bool(handed.modules))
+        if not known or not isinstance(whole, Tensor | None):
+            wanted = "the name of a parameter and its gradient, a tensor or None, or a part of it and its index"
+            yield f"a mapping with {name!r}: {_name_type(gradient)}: expected {wanted}"
+    if isinstance(losses, Tensor):
+        numbers = losses.dim() <= 1 and not losses.is_complex()
+    else:
+        listed = isinstance(losses, Sequence) and not isinstance(losses, str)
+        numbers = all(map(_is_number, losses)) if listed else _is_number(losses)
+    for value, what, fits, expected in (
+        (losses, "losses", numbers, "a number for each microbatch, or one for the step"),
+        (handed.grad_norm, "the gradient norm", _is_number(handed.grad_norm), "a number"),
+        (handed.max_norm, "max_norm", _is_number(handed.max_norm), "a number, or None"),
+        (scale, "loss_scale", scale is not None and _is_number(scale) and scale > 0, "a number above 0"),
+        (outputs, "outputs", isinstance(outputs, Mapping), "a mapping of names to them"),
+    ):
+        if value is not None and not fits:
+            yield f"{_name_type(value)} as {what}: expected {expected}"
+    for name, every in (outputs or {}).items():
         listed = isinstance(every, Sequence) and not isinstance(every, str)
         if every is not None and not (listed and all(isinstance(one, Tensor | Real) for one in every)):
-            raise HandBackError(
-                f"{step} returned {_name_type(every)} as the output {name!r}: expected a list with a tensor, or a "
-                "number, for each microbatch"
-            )
-
-
-def _tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-
-
-def _from_tuple(result: object, step: str) -> StepResult:
-    if not isinstance(result, tuple):
-        return StepResult(result)
-    if not 1 <= len(result) <= 4:
-        raise HandBackError(
-            f"{step} returned a tuple of {len(result)}: expected {_EXPECTED}; at most a trace after that"
-        )
-    return StepResult(*result)
-
-
-def _in_place(handed: StepResult, step: str) -> StepResult:
-    """Return ``handed`` with modules in a list, and bare gradients in their field."""
-    made, gradients = handed.modules, handed.gradients
-    if isinstance(made, nn.Module):
-        made = [made]
-    elif isinstance(made, Mapping) and gradients is None:
-        made, gradients = [], made
-    elif not isinstance(made, Sequence) or isinstance(made, str):
-        raise HandBackError(f"{step} returned {_name_type(made)}: expected {_EXPECTED}")
-    for one in made:
-        if not isinstance(one, nn.Module):
-            raise HandBackError(f"{step} returned {_name_type(one)} among its modules: expected modules only")
-    if gradients is not None:
-        _check_gradients(gradients, step, named=not made)
-    return replace(handed, modules=list(made), gradients=gradients)
-
-
-def _check_gradients(gradients: object, step: str, *, named: bool) -> None:
-    if not isinstance(gradients, Mapping):
-        raise HandBackError(
-            f"{step} returned {_name_type(gradients)} as gradients: expected a mapping of parameter names"
-        )
-    for name, gradient in gradients.items():
-        whole = gradient.part if isinstance(gradient, FlatShard) else gradient[0] if _is_part(gradient) else gradient
-        known = isinstance(name, str) or (isinstance(name, nn.Parameter) and not named)
-        if not known or not (whole is None or isinstance(whole, Tensor)):
-            raise HandBackError(
-                f"{step} returned a mapping with {name!r}: {_name_type(gradient)}: expected the name of a parameter "
-                "and its gradient, a tensor or None, or a part of it and its index"
-            )
+            wanted = "a list with a tensor, or a number, for each microbatch"
+            yield f"{_name_type(every)} as the output {name!r}: expected {wanted}"
+    try:
+        handed.actions(0)
+    except (ActionError, TypeError) as error:
+        yield f"a trace that cannot be read: {error}"
 
 
 def _float(value: Any) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
 
 
-def _is_part(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], slice | tuple | list)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
-
-
-def _is_numbers(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 1 and not value.is_complex()
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_number, value))
 
 
 def _name_type(value: object) -> str:
@@ -256,39 +223,32 @@ def in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...]
     gradients: list[Tensor | None] = []
     shards: dict[int, Shard] = {}
     for k, (name, given) in enumerate(held):
+        part, where = given if isinstance(given, tuple) else (given, None)
         try:
-            part, shard = _split_shard(given)
+            if isinstance(given, FlatShard):
+                where = flat_shard(given.start, given.part)
+                part = given.part if where.count else None
+            elif where is not None:
+                where = where if isinstance(where, Shard) else shard_at(where, part)
+            elif part is not None:
+                where = shard_of(part)
         except ShardError as error:
             raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
-        if shard is not None:
-            shards[k] = shard
-        own = part.to_local() if isinstance(part, InShards) else part
-        if own is not None and (why := _unreadable(own)):
-            raise HandBackError(f"the gradient of {name} cannot be read: {why}")
-        gradients.append(None if own is None else dense(own.detach()).to("cpu", copy=True))
+        if where is not None:
+            shards[k] = where
+        if part is not None:
+            part, why = local_tensor(part), ""
+            if part.is_meta:
+                why = "it is on the meta device, without any numbers"
+            elif part.is_quantized:
+                why = "it is quantized"
+            elif not part.is_floating_point() and not part.is_complex():
+                why = f"its type is {part.dtype}: expected floating point"
+            if why:
+                raise HandBackError(f"the gradient of {name} cannot be read: {why}")
+            part = dense(part.detach()).to("cpu", copy=True)
+        gradients.append(part)
     return tuple(gradients), shards
-
-
-def _split_shard(given: Any) -> tuple[Tensor | None, Shard | None]:
-    """Return a gradient's local tensor and its shard."""
-    if isinstance(given, FlatShard):
-        shard = flat_shard(given.start, given.part)
-        return given.part if shard.count else None, shard
-    part, where = given if isinstance(given, tuple) else (given, None)
-    if where is None:
-        return part, None if part is None else shard_of(part)
-    return part, where if isinstance(where, Shard) else shard_at(where, part)
-
-
-def _unreadable(gradient: Tensor) -> str:
-    """Return why a gradient cannot be compared; empty if it can."""
-    if gradient.is_meta:
-        return "it is on the meta device, without any numbers"
-    if gradient.is_quantized:
-        return "it is quantized"
-    if gradient.is_floating_point() or gradient.is_complex():
-        return ""
-    return f"its type is {gradient.dtype}: expected floating point"
 
 
 _HOW = "it yields what it made of each, as: for operation, microbatches in operations: ...; yield stage, losses"

@@ -50,19 +50,16 @@ def rename(names: Names | None, name: str, *, rank: int = 0, chunk: int = 0) -> 
     if names is None:
         return None
     try:
-        made = _rename(names, name, rank, chunk)
+        if isinstance(names, Mapping):
+            fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)
+            made = name if fitting is None else names[fitting] + name[len(fitting) :]
+        else:
+            made = names(name, rank, chunk) if _wants(names) == 3 else names(name)
     except Exception as error:  # any type: user code
         raise NamesError(f"names= raised {describe_error(error)} for {name}") from error
     if not isinstance(made, str | None):
         raise NamesError(f"names= gives a {type(made).__name__} for {name}: expected a name, or None")
     return made
-
-
-def _rename(names: Names, name: str, rank: int, chunk: int) -> str:
-    if not isinstance(names, Mapping):
-        return names(name, rank, chunk) if _wants(names) == 3 else names(name)
-    fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)
-    return name if fitting is None else names[fitting] + name[len(fitting) :]
 
 
 def _wants(function: Callable[..., str]) -> int:
@@ -123,25 +120,20 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> tup
     sure = {k: one.identical for k, one in enumerate(part) if one.identical is not None}
     left = {k: one for k, one in enumerate(part) if k not in sure}
     renamed = {part[k].name: name for k, name in sure.items()}
-    if all(_is_named(one, known, renamed) for one in left.values()):
+
+    def is_named(one: Local) -> bool:  # as in the reference, with its weights; without any, as its neighbours are
+        agrees = as_mates(one.name, renamed) == one.name if one.content is None else one.content == known.get(one.name)
+        return one.name in known and agrees
+
+    if all(map(is_named, left.values())):
         return sure | {k: one.name for k, one in left.items()}, {}
     sure |= dict(_by_content(left, known))
     guesses = dict(_by_neighbours(part, sure, known))
     renamed = {part[k].name: name for k, name in (sure | guesses).items()}
+    free = known.keys() - {*sure.values(), *guesses.values()}
+    contents = {one for one in known.values() if one is not None}  # whose parameter a name alone may not tell
     rest = {k: as_mates(one.name, renamed) for k, one in left.items() if k not in sure | guesses}
-    taken = {*sure.values(), *guesses.values()}
-    named = {k: name for k, name in rest.items() if name in known and name not in taken and _nowhere(part[k], known)}
-    return sure | named, guesses
-
-
-def _is_named(one: Local, known: Mapping[str, bytes | None], renamed: Mapping[str, str]) -> bool:
-    """True if its name is the reference's, and its weights agree.
-
-    Without observed weights, its neighbours' names must agree.
-    """
-    if one.content is None:
-        return one.name in known and as_mates(one.name, renamed) == one.name
-    return one.name in known and one.content == known[one.name]
+    return sure | {k: name for k, name in rest.items() if name in free and part[k].content not in contents}, guesses
 
 
 def as_mates(name: str, renamed: Mapping[str, str]) -> str:
@@ -149,25 +141,21 @@ def as_mates(name: str, renamed: Mapping[str, str]) -> str:
 
     A layer that counts from 0 again renames all its parameters.
     """
+
+    def alike(one: Sequence[str], other: Sequence[str]) -> int:  # leading parts
+        pairs = enumerate(zip(one, other, strict=False))
+        return next((k for k, (a, b) in pairs if a != b), min(len(one), len(other)))
+
     made: dict[int, set[str]] = {}
     own = name.split(".")
     for mate, its in renamed.items():
-        old, new = _prefixes(mate.split("."), its.split("."))
-        if own[: len(old)] == old:
-            made.setdefault(_common_parts(own, mate.split(".")), set()).add(".".join([*new, *own[len(old) :]]))
+        old, new = mate.split("."), its.split(".")
+        prefix = len(old) - (same := alike(old[::-1], new[::-1]))
+        if own[:prefix] == old[:prefix]:
+            to = [*new[: len(new) - same], *own[prefix:]]
+            made.setdefault(alike(own, old), set()).add(".".join(to))
     nearest = made[max(made)] if made else set[str]()
     return nearest.pop() if len(nearest) == 1 else name
-
-
-def _prefixes(one: list[str], other: list[str]) -> tuple[list[str], list[str]]:
-    """Return both names without their common ending."""
-    same = _common_parts(one[::-1], other[::-1])
-    return one[: len(one) - same], other[: len(other) - same]
-
-
-def _common_parts(one: Sequence[str], other: Sequence[str]) -> int:
-    """Count common leading parts."""
-    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _by_content(left: Mapping[int, Local], known: Mapping[str, bytes | None]) -> Iterator[tuple[int, str]]:
@@ -197,11 +185,6 @@ def _by_neighbours(
         places = {place for place in pointed if 0 <= place < len(order) and known[order[place]] == one.content}
         if len(places) == 1 and order[min(places)] not in sure.values():
             yield k, order[min(places)]
-
-
-def _nowhere(one: Local, known: Mapping[str, bytes | None]) -> bool:
-    """True if no reference parameter has its content, leaving its name alone."""
-    return one.content is None or one.content not in known.values()
 
 
 def _why(one: Local, known: Mapping[str, bytes | None]) -> str:

@@ -9,7 +9,6 @@ import torch
 from pipeproof.core.floors import Floors
 from pipeproof.core.observe.observed import Observed, Passed
 from pipeproof.core.updates import Pending
-from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.step import Contribution, Reference
 from pipeproof.whitebox.assemble import Assembled
@@ -63,14 +62,10 @@ class OperationRun:
         undivided: compare with the run that divides each loss before its backward, even if ranks divide later.
         """
         run = self.run if undivided else self.like
-        if run.places is not None and not self.found.has_passed_at(run.places):
-            run.note_types()
+        if run.places is not None and not self.found.has_passed_at(run.places) and run.computed_in is not None:
+            for places in run.places:  # it needs another run
+                places.note_type(run.computed_in)
         return self.found.passages(run.places, run.note_handed_on)
-
-    @property
-    def routed(self) -> "OperationRun":
-        """Copy with the ranks' expert choices."""
-        return replace(self, routing=Routing.of(self.found, self.made))
 
     @property
     def following(self) -> "OperationRun":
@@ -111,13 +106,8 @@ class OperationRun:
                 return None
         build = self.task.reference
         func = build.func if isinstance(build, Continued) else build
-        return Continued(func, self.like.model, weights, {**self.like.buffers, **self.found.left_in_buffers})
-
-    @property
-    def moves_buffers(self) -> bool:
-        """True if the reference's forwards have changed any buffer."""
-        begun = dict(self.task.build("cpu").named_buffers())
-        return any(not torch.equal(one.cpu(), begun[name].cpu()) for name, one in self.like.buffers.items())
+        left_buffers = {name: buffer for (_, name), buffer in self.found.buffers(self.found.stages).items()}
+        return Continued(func, self.like.model, weights, self.like.buffers | left_buffers)
 
 
 def observe_runs(runs: Sequence[OperationRun], known: Sequence[Sequence[Mapping[int, Passed]]]) -> Observed:
@@ -138,7 +128,7 @@ class Course:
     """The task's operations in sequence, while each start is known.
 
     second: another model for the first operation. halted: why later operations are missing; raised: the reference's
-    error.
+    error, which counts if all operations before it passed.
     """
 
     title: str
@@ -158,7 +148,7 @@ class Course:
         A reference error in a later operation is stored: an earlier fault may cause it.
         """
         course = self
-        for number in range(1, len(self.task.plan)):
+        for number in range(1, len(self.task.contract.plan)):
             try:
                 following = course._next(number, made[number])
             except Exception as error:  # any type: user code runs here
@@ -168,20 +158,16 @@ class Course:
             course = replace(course, runs=(*course.runs, following))
         return course
 
-    def conclude(self, verdict: Verdict) -> Verdict:
-        """Return ``verdict``, or raise a stored reference error if all operations before it passed."""
-        if self.raised is not None and verdict.outcome == "pass":
-            raise self.raised
-        return verdict
-
     def _next(self, number: int, made: Sequence[RankMade]) -> OperationRun | str:
         """Return operation ``number``, or why it cannot be compared."""
-        first, last, name = self.runs[0], self.runs[-1], self.task.plan[number]
+        first, last, name = self.runs[0], self.runs[-1], self.task.contract.plan[number]
         begun = last.follow()
         if begun is None:
             return f"the weights after operation {number} were not handed back: hand modules back"
-        if name == "eval" and not first.found.alone and last.moves_buffers:
-            return f"operation {number + 1} evaluates, and each replica has buffers of its own microbatches"
+        if name == "eval" and not first.found.alone:
+            before = dict(last.task.build("cpu").named_buffers())
+            if any(not torch.equal(one.cpu(), before[name].cpu()) for name, one in last.like.buffers.items()):
+                return f"operation {number + 1} evaluates, and each replica has buffers of its own microbatches"
         replicas, task = first.found.replicas.of_as_many(self.task.counts[number]), self.task.operation(number, begun)
         model = task.build(first.run.device)
         found = replace(first.found, model=model, made=made, replicas=replicas, first=first.found, name=name)

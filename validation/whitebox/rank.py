@@ -1,6 +1,6 @@
 """A rank's job: run the user's step under observation, and return its results as values."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipeproof.core.observe.digest import contents, digest
 from pipeproof.core.observe.initial_weights import FirstUse, step_begins
 from pipeproof.core.observe.posted_messages import Message, Sent, list_sent, note_messages
 from pipeproof.core.observe.routes import RouteObserver, Routes
-from pipeproof.core.observe.shards import InShards, Shard, find_shard, shard_of
+from pipeproof.core.observe.shards import InShards, Shard, find_shard, local_tensor, shard_of
 from pipeproof.core.observe.watching import Watcher, watching
 from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.action import Action
@@ -131,11 +131,11 @@ def run_step(context: RankContext, order: RankOrder) -> tuple[RankMade, ...]:
     with note_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use, routing.open():
         collect = _Collector(context.rank, order, origin, first_use, watcher, routing)
         if not order.contract.operations:
-            made = [collect.collect_made(order.step(model, expected[0].microbatches), list_sent())]
+            made = [collect.collect_made(order.step(model, expected[0].microbatches))]
         else:
             operations = Operations(expected, collect.begins, step=order.name)
             results = operations.collect(order.step(model, operations))
-            made = [collect.collect_made(result, list_sent()) for result in results]
+            made = [collect.collect_made(result) for result in results]
     products = products_in(context.device, sorts_in(model))
     return tuple(replace(one, products=products) for one in made)
 
@@ -184,15 +184,27 @@ class _Collector:
         else:
             step_begins()
 
-    def collect_made(self, result: object, sent: Mapping[Message, Sent]) -> RankMade:
-        """Collect a step's ``result``."""
-        order, handed = self._order, understood(result, self._order.name, self._order.contract)
+    def collect_made(self, result: object) -> RankMade:
+        """Collect a step's ``result``, and what was sent."""
+        order, use, handed = self._order, self._first_use, understood(result, self._order.name, self._order.contract)
         if self._first is not None and not handed.modules and handed.gradients is None:
             handed = replace(handed, modules=self._first[0].modules)  # returning them once suffices
         self._names = handed.names if order.contract.names is None else order.contract.names
-        parts = self._parts(handed)
-        if handed.by_parameter is not None:
-            self._first_use.adds_to(handed.by_parameter, handed.modules)
+        given, parts = handed.by_parameter, tuple[ModulePart, ...]()
+        if handed.gradients is not None and not handed.modules:
+            locals_ = tuple(Local(name, rename(self._names, name, rank=self._rank)) for name in handed.gradients)
+            gradients, shards = in_parts(handed.gradients.items())
+            parts = (ModulePart(locals_, gradients, shards=shards),) if locals_ else parts
+        else:
+            parts = tuple(self._part(module, chunk, given) for chunk, module in enumerate(handed.modules))
+        if given is not None:
+            use.adds_to(given, handed.modules)
+        unseen = {
+            "initial-weights": use.weights.broken,
+            "gradient": use.sums.broken if given is None else "",
+            "updated-parameters": use.steps.broken,
+            "routing": self._routing.fence.broken,
+        }
         made = RankMade(
             parts,
             handed.by_microbatch,
@@ -200,13 +212,13 @@ class _Collector:
             handed.norm,
             handed.actions(self._rank),
             order.known,
-            sent=sent,
+            sent=list_sent(),
             max_norm=None if handed.max_norm is None else float(handed.max_norm),
-            unlike=_MASTERS if handed.masters else _GOES_ON if self._first_use.goes_on else "",
+            unlike=_MASTERS if handed.masters else _GOES_ON if use.goes_on else "",
             accumulation=handed.accumulation,
             outputs=handed.named,
             loss_scale=None if handed.loss_scale is None else float(handed.loss_scale),
-            unseen=self._unseen(added=handed.by_parameter is None),
+            unseen={law: why for law, why in unseen.items() if why},
         )
         if self._first is not None:
             return replace(made, parts=_as_first(parts, self._first[1].parts, order.name))
@@ -215,49 +227,37 @@ class _Collector:
         self._first = handed, made
         return made
 
-    def _unseen(self, *, added: bool) -> dict[str, str]:
-        """Return reasons for incomplete observation, by law. ``added``: gradients are in ``.grad``."""
-        first = self._first_use
-        broken = {
-            "initial-weights": first.weights.broken,
-            "gradient": first.sums.broken if added else "",
-            "updated-parameters": first.steps.broken,
-            "routing": self._routing.fence.broken,
-        }
-        return {law: why for law, why in broken.items() if why}
-
-    def _parts(self, handed: StepResult) -> tuple[ModulePart, ...]:
-        if handed.gradients is not None and not handed.modules:
-            locals_ = tuple(Local(name, rename(self._names, name, rank=self._rank)) for name in handed.gradients)
-            gradients, shards = in_parts(handed.gradients.items())
-            return (ModulePart(locals_, gradients, shards=shards),) if locals_ else ()
-        given = handed.by_parameter
-        return tuple(self._part(module, chunk, given) for chunk, module in enumerate(handed.modules))
-
     def _part(self, module: nn.Module, chunk: int, given: Mapping[int, Any] | None) -> ModulePart:
-        held = parameters_of(module)
+        held, use = parameters_of(module), self._first_use
         parameters = [parameter for *_, parameter in held]
-        begun = [self._first_use.of(parameter, holder, leaf) for _, holder, leaf, parameter in held]
-        content = [None if use is None else use.digest for use in begun]
-        locals_ = [self._local(*one, chunk, own) for one, own in zip(held, content, strict=True)]
-        values = {k: use.value for k, use in enumerate(begun) if use is not None and use.value is not None}
+        begun = [use.of(parameter, holder, leaf) for _, holder, leaf, parameter in held]
+        locals_ = [
+            replace(self._local(*one, chunk), content=None if own is None else own.digest)
+            for one, own in zip(held, begun, strict=True)
+        ]
+        values = {k: own.value for k, own in enumerate(begun) if own is not None and own.value is not None}
         gradients, shards = in_parts(
             (name, _gradient(one) if given is None else given.get(id(one))) for name, *_, one in held
         )
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
-        weights = dict(self._of_dtensors(parameters))
-        cut = list(_weights_in_parts(parameters, shards))
+        # Parts of sharded weights whose whole was never observed.
+        lying = {k: (find_shard(one), use.part_of(one)) for k, one in enumerate(parameters)}
+        weights = {k: (at, part) for k, (at, part) in lying.items() if at is not None and part is not None}
+        cut = {  # by hand, like their gradients, rather than by DTensor
+            k: shard
+            for k, shard in shards.items()
+            if not isinstance(one := parameters[k], InShards) and not shard.flat and tuple(one.shape) == shard.lengths
+        }
         left = enumerate(parameters if self._order.updates else ())
-        after = {k: _as_it_is(one, shards[k] if k in cut else None) for k, one in left}
-        for k in cut:
+        after = {k: (shard_of(one) or cut.get(k), _copied(local_tensor(one))) for k, one in left}
+        for k, shard in cut.items():
             part = values.pop(k, None)
             if part is None and digest(parameters[k]) == locals_[k].content:
-                part = parameters[k].detach().to("cpu", copy=True)  # others may match by chance, such as zeros
-            weights |= {} if part is None else {k: (shards[k], part)}
+                part = _copied(parameters[k])  # others may match by chance, such as zeros
+            weights |= {} if part is None else {k: (shard, part)}
             locals_[k] = replace(locals_[k], content=None)
-        weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         calls = self._watcher.calls(module, warmup=self._order.contract.warmup if self._first is None else 0)
-        sums = {k: self._first_use.initial_gradient(one) for k, one in enumerate(parameters)}
+        sums = {k: use.initial_gradient(one) for k, one in enumerate(parameters)}
         return ModulePart(
             tuple(locals_),
             gradients,
@@ -266,32 +266,20 @@ class _Collector:
             tuple(replace(one, cleared=one.cleared if given is None else ()) for one in calls or ()) or None,
             shards,
             missed="" if calls is None or calls else self._explain_missed(module),
-            weights=weights,
+            weights={k: one for k, one in weights.items() if locals_[k].content is None},
             after=after,
             begun={k: one for k, one in sums.items() if one is not None},
-            buffers=tuple(self._buffers(module, chunk)),
+            buffers=tuple(  # whole ones, if several operations are compared
+                (self._local(*one, chunk), _copied(one[-1]))
+                for one in (_list_held(module, "_buffers") if self._order.contract.operations else ())
+                if not isinstance(one[-1], InShards) and not one[-1].is_meta
+            ),
             routes=self._routing.of(module),
         )
 
-    def _local(
-        self, name: str, holder: nn.Module, leaf: str, held: Tensor, chunk: int, content: bytes | None = None
-    ) -> Local:
+    def _local(self, name: str, holder: nn.Module, leaf: str, held: Tensor, chunk: int) -> Local:
         said = rename(self._names, name, rank=self._rank, chunk=chunk)
-        return Local(name, said, self._origin.name(holder, leaf, held), content)
-
-    def _buffers(self, module: nn.Module, chunk: int) -> Iterator[tuple[Local, Tensor]]:
-        """Yield a module's whole buffers, if several operations are compared."""
-        for name, holder, leaf, buffer in _list_held(module, "_buffers") if self._order.contract.operations else ():
-            if not isinstance(buffer, InShards) and not buffer.is_meta:
-                yield self._local(name, holder, leaf, buffer, chunk), buffer.detach().to("cpu", copy=True)
-
-    def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
-        """Yield sharded weight parts whose whole was never observed."""
-        for k, parameter in enumerate(parameters):
-            part = self._first_use.part_of(parameter)
-            where = None if part is None else find_shard(parameter)
-            if part is not None and where is not None:
-                yield k, (where, part)
+        return Local(name, said, self._origin.name(holder, leaf, held))
 
     def _explain_missed(self, module: nn.Module) -> str:
         """Return a likely reason why ``module`` has no observed call."""
@@ -333,17 +321,8 @@ def _as_first(parts: Sequence[ModulePart], first: Sequence[ModulePart], step: st
     return tuple(replace(part, locals=one.locals, later=True) for part, one in pairs)
 
 
-def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, Shard]) -> Iterator[int]:
-    """Yield weights cut by hand like their gradients, rather than by DTensor."""
-    for k, shard in shards.items():
-        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == shard.lengths:
-            yield k
-
-
-def _as_it_is(parameter: nn.Parameter, shard: Shard | None) -> tuple[Shard | None, Tensor]:
-    """Return a parameter's local part with its position. ``shard``: its gradient's, if cut alike."""
-    held = parameter.to_local() if isinstance(parameter, InShards) else parameter
-    return shard_of(parameter) or shard, held.detach().to("cpu", copy=True)
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _gradient(parameter: nn.Parameter) -> Any:

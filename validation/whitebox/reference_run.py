@@ -66,21 +66,22 @@ class SecondModel:
 
     def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
         """True if the other mode changes any loss, or fails."""
-        loss = self._task.loss
         try:
             with one_thread(), torch.no_grad():
                 self.model.train(self._task.evaluates)
-                return list(known) != [loss.function(b.through(self.model), b.target).item() for b in batches]
+                return list(known) != [self._loss(batch) for batch in batches]
         except Exception:  # any type: user code runs here
             return True
         finally:
             self.model.train(not self._task.evaluates)
 
+    def _loss(self, batch: Batch) -> float:
+        return self._task.loss.function(batch.through(self.model), batch.target).item()
+
     def other_loss(self, known: float, batch: Batch) -> str:
         """Describe how both models' losses on microbatch 0 differ; empty if equal."""
-        loss = self._task.loss
         with one_thread():
-            own = loss.function(batch.through(self.model), batch.target).item()
+            own = self._loss(batch)
         if own == known or scalar_error(known, own) <= FP32.least or (own != own and known != known):
             return ""
         return (
@@ -115,7 +116,7 @@ class ReferenceRun:
         self._coming = self._own.contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
-        self._left: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # of the model, after all microbatches
         self.crash: Crash | None = None  # our own, while noting places for diagnosis
 
     def __iter__(self) -> "ReferenceRun":
@@ -123,11 +124,16 @@ class ReferenceRun:
 
     def __next__(self) -> None:
         """Train on the next microbatch. Errors are stored: if ranks fail too, they report first."""
-        if self._failure is not None or len(self._made) == len(self.batches):
+        number = len(self._made)
+        if self._failure is not None or number == len(self.batches):
             raise StopIteration
         try:
             with one_thread():
-                self._made.append(self._next())
+                if self._survey is None:
+                    made = next(self._coming)
+                else:
+                    made = self._survey.watch(number, self.batches[number], lambda: next(self._coming))
+            self._made.append(made)
         except Exception as failure:  # any type: user code runs here
             self._failure = failure
 
@@ -155,9 +161,6 @@ class ReferenceRun:
         """Its device type."""
         return next(self.model.parameters()).device.type
 
-    def _build(self) -> nn.Module:
-        return self._task.build(self.device)
-
     def reference(
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
@@ -172,15 +175,13 @@ class ReferenceRun:
         if failure is not None:
             known = isinstance(failure, LossError)
             why = f"cannot be differentiated: {failure}" if known else f"raised {describe_error(failure)}"
+            if not self._task.loss_fn:
+                called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
+                why += f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
-            raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
-        self._left = self._left or {name: one.detach().cpu().clone() for name, one in self.model.named_buffers()}
+            raise ReferenceRaised(f"{where} {why}") from failure
+        self.buffers = self.buffers or {name: one.detach().cpu().clone() for name, one in self.model.named_buffers()}
         return tuple(one.under(owner) for one in self._made)
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Model buffers after all microbatches."""
-        return self._left
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -192,16 +193,10 @@ class ReferenceRun:
         """Surveyed places, or None."""
         return None if self._survey is None else self._survey.places
 
-    def note_types(self) -> None:
-        """Add a narrower computing type to the places, if any: needs another run."""
-        if self._survey is not None and self.computed_in is not None:
-            for places in self._survey.places:
-                places.note_type(self.computed_in)
-
     @cached_property
     def computed_in(self) -> torch.dtype | None:
         """Narrowest computing type, by autocast or casts. None if not narrow."""
-        return narrowest_type(self._build(), self.batches[:1], self._task.loss)
+        return narrowest_type(self._task.build(self.device), self.batches[:1], self._task.loss)
 
     def note_handed_on(self, cuts: Cuts) -> None:
         """Add each stage's partial gradients to the places: needs another run.
@@ -212,7 +207,7 @@ class ReferenceRun:
             return
         try:
             with one_thread():
-                model, owner = self._build(), dict.fromkeys(self._parameters, 0)
+                model, owner = self._task.build(self.device), dict.fromkeys(self._parameters, 0)
                 reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss, late=self._late))
                 self._survey.look_again(model, reference.losses(self.batches), cuts, [one.loss for one in self._made])
         except (RuntimeError, ReferenceRaised):
@@ -223,14 +218,8 @@ class ReferenceRun:
     def _survey_again(self) -> None:
         """Repeat the survey in full, for a diagnosis."""
         assert self._survey is not None, "only a survey asks for it"
-        model = self._build()
+        model = self._task.build(self.device)
         coming = self._own.of(model).contributing(self.batches)
         with one_thread():
             for number, batch in enumerate(self.batches):
                 self._survey.watch(number, batch, lambda: next(coming), other=model)
-
-    def _next(self) -> Contribution:
-        number = len(self._made)
-        if self._survey is None:
-            return next(self._coming)
-        return self._survey.watch(number, self.batches[number], lambda: next(self._coming))

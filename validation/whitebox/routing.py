@@ -42,8 +42,13 @@ class Routing:
         ranks: dict[int, dict[Routed, Sequence[Route]]] = {}
         untold: list[str] = []
         every = {name: choices for one in reversed(made) for name, choices in one.choices.items()}
+        stages: dict[str, int | None] = {}  # that own a router's parameters, or its neighbours'
+        for name in every:
+            within = [".".join(name.split(".")[:k]) for k in range(name.count(".") + 1, 0, -1)] if name else []
+            held = (stage for one in within for of, stage in found.owner.items() if of.startswith(f"{one}."))
+            stages[name] = next(held, next(iter(found.owner.values()), None))
         for stage in found.stages:
-            routers = [name for name in every if _stage_of(name, found.owner) == stage.index]
+            routers = [name for name in every if stages[name] == stage.index]
             for rank, routes, parts in _bundles(stage, found, every, routers):
                 share = found.made[rank].share or range(len(made))
                 calls, why = _calls(routes, routers, [made[m] for m in share], parts)
@@ -103,17 +108,6 @@ class Routing:
 UNROUTED = Routing()  # for ranks without observed routers
 
 
-def _stage_of(router: str, owner: Mapping[str, int]) -> int | None:
-    """Return the stage that owns a router's parameters, or its neighbours'."""
-    within = router
-    while within:
-        held = [stage for name, stage in owner.items() if name.startswith(f"{within}.")]
-        if held:
-            return held[0]
-        within = within.rpartition(".")[0]
-    return next(iter(owner.values()), None)
-
-
 def _bundles(
     stage: PlacedStage, found: Assembled, choices: Choices, routers: Sequence[str]
 ) -> Iterator[tuple[int, Routes, int]]:
@@ -159,8 +153,9 @@ def _own_calls(
     calls: list[Sequence[Route]] = []
     counts = [len(one.choices.get(name, ())) for one in made]
     if len(routes) != sum(counts):
+        each = f"{some(counts[0], 'time')} in each" if len({*counts}) == 1 else f"{', '.join(map(str, counts))} times"
         times = f"{some(len(routes), 'time')} in {some(len(made), 'microbatch')}"
-        return [], f"{times}, and the reference's {name or 'model'} {_times(counts)}"
+        return [], f"{times}, and the reference's {name or 'model'} {each}"
     rest = iter(routes)
     for one, count in zip(made, counts, strict=True):
         own, expected = [*islice(rest, count)], one.choices.get(name, ())
@@ -170,11 +165,6 @@ def _own_calls(
             return [], unlike or _UNORDERED
         calls.append(arranged)
     return calls, ""
-
-
-def _times(counts: Sequence[int]) -> str:
-    """Describe a router's choices per microbatch."""
-    return f"{some(counts[0], 'time')} in each" if len({*counts}) == 1 else f"{', '.join(map(str, counts))} times"
 
 
 def _unlike(route: Route, choice: Choice) -> str:
@@ -189,8 +179,16 @@ def _unlike(route: Route, choice: Choice) -> str:
 
 def _order(calls: _Calls, share: Sequence[int], made: Sequence[Contribution]) -> Sequence[int]:
     """Return each call's microbatch: in order, unless all routers show another one."""
-    if not calls or all(_is_alike(call, made[m]) for call, m in zip(calls, share, strict=True)):
-        return [*share][: len(calls)]
+    if not calls:
+        return []
+    pairs = [
+        (route.chosen_TK, choice)
+        for call, m in zip(calls, share, strict=True)
+        for name, routes in call.items()
+        for route, choice in zip(routes, made[m].choices[name], strict=True)
+    ]
+    if all(bool(same_T(chosen_TK, choice.own_TK.cpu()).all()) for chosen_TK, choice in pairs):
+        return share  # all tokens have the reference's experts
     off = [{m: _off(call, made[m]) for m in share} for call in calls]
     likest = [min((one[m], m != own, m) for m in share)[2] for one, own in zip(off, share, strict=True)]
     moved = [(one[m], one[own]) for one, m, own in zip(off, likest, share, strict=True) if m != own]
@@ -203,19 +201,8 @@ def _off(call: Mapping[str, Sequence[Route]], made: Contribution) -> float:
     pairs = [(routes, made.choices.get(name, ())) for name, routes in call.items()]
     if any(len(own) != len(expected) or any(map(_unlike, own, expected)) for own, expected in pairs):
         return inf
-    return max(
-        (shortfall(route, one) for own, expected in pairs for route, one in zip(own, expected, strict=True)),
-        default=0.0,
-    )
-
-
-def _is_alike(call: Mapping[str, Sequence[Route]], made: Contribution) -> bool:
-    """True if all tokens have the same experts."""
-    return all(
-        bool(same_T(route.chosen_TK, choice.own_TK.cpu()).all())
-        for name, routes in call.items()
-        for route, choice in zip(routes, made.choices[name], strict=True)
-    )
+    every = (shortfall(route, one) for own, expected in pairs for route, one in zip(own, expected, strict=True))
+    return max(every, default=0.0)
 
 
 _LESS = 0.1  # required score gain from another order: nearly equal tokens show no order

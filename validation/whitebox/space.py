@@ -2,8 +2,9 @@
 
 import inspect
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,19 +100,15 @@ class Campaign:
 
     @classmethod
     def of(cls, given: "Campaign | None", words: Mapping[str, Any]) -> "Campaign":
-        """What is ``given``, or the defaults, with ``words``. Raises ``WhiteBoxError`` for what is none."""
+        """What is ``given``, or the defaults, with ``words`` beside it. Raises ``WhiteBoxError`` for what is none."""
         if not isinstance(given, Campaign | None):
             raise WhiteBoxError(f"campaign is {show(given)}: expected a whitebox.Campaign, or its words beside it")
-        return (given or cls()).with_words(words)
-
-    def with_words(self, words: Mapping[str, Any]) -> "Campaign":
-        """The same with ``words`` that were given beside it. Raises ``WhiteBoxError`` for one that there is not."""
-        known = [one.name for one in fields(self)]
+        known = [one.name for one in fields(cls)]
         for word in words:
             if word not in known:
                 near = nearest(word, known).strip() or f"expected one of {', '.join(known)};"
                 raise WhiteBoxError(f"{word}= is no word of a campaign: {near} what the step claims goes to contract=")
-        return replace(self, **words)
+        return replace(given or cls(), **words)
 
 
 @dataclass(frozen=True)
@@ -128,17 +125,9 @@ class Space:
     @classmethod
     def of(cls, campaign: Campaign, step: Any, reference: Any) -> "Space":
         """Raises ``WhiteBoxError`` for a word that cannot be."""
-        if not callable(step):
-            raise WhiteBoxError(f"step is {step!r}: expected a function step(model, microbatches)")
-        for name, least in (("cases", 1), ("seed", 0)):
-            if type(value := getattr(campaign, name)) is not int or not least <= value <= MOST_SEED:
-                raise WhiteBoxError(f"{name} is {show(value)}: expected a whole number from {least} on, such as 50")
-        if isinstance(campaign.seconds, bool) or not isinstance(campaign.seconds, int | float) or campaign.seconds <= 0:
-            raise WhiteBoxError(f"seconds is {show(campaign.seconds)}: expected a number above 0, such as 300")
-        if campaign.where is not None and not callable(campaign.where):
-            raise WhiteBoxError(f"where is {show(campaign.where)}: expected a function of a case, or leave it out")
         takes = names_taken(step, besides=2)
-        _check_options(campaign, name_of(step), takes)
+        for why in _complaints(campaign, step, takes):
+            raise WhiteBoxError(why)
         ranks, many = _ranks(campaign.ranks), _numbers("microbatches", campaign.microbatches, "range(1, 9)")
         rows, layers = _numbers("rows", campaign.rows, "(1, 4)"), _layers(campaign, step, reference, takes)
         space = cls(campaign, ranks, many, rows, layers, takes)
@@ -213,7 +202,8 @@ def step_cases(draw: st.DrawFn, space: Space) -> StepCase:
     seed, row = draw(st.integers(0, 2**16)), st.sampled_from(space.rows)
     rows = (draw(row),) * many
     stages = space.stages(ranks, options.get(_VIRTUAL, 1)) if space.layers else 0
-    split = draw(_sizes(space.layers, stages)) if uneven else _even(space.layers, stages)
+    ends = [space.layers * k // stages for k in range(stages + 1)] if stages else [0]
+    split = draw(_sizes(space.layers, stages)) if uneven else tuple(max(1, b - a) for a, b in pairwise(ends))
     if ragged:
         rows = (rows[0], *(draw(row) for _ in rows[1:]))
     case = StepCase(ranks, many, rows, split, dtype, options, seed)
@@ -229,10 +219,6 @@ def _sizes(draw: st.DrawFn, layers: int, stages: int) -> tuple[int, ...]:
     for left in range(stages - 1, 0, -1):
         sizes.append(draw(st.integers(1, max(1, layers - sum(sizes) - left))))
     return (*sizes, max(1, layers - sum(sizes)))
-
-
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    return tuple(max(1, layers * (k + 1) // stages - layers * k // stages) for k in range(stages))
 
 
 def names_taken(function: Any, *, besides: int) -> frozenset[str]:
@@ -262,28 +248,36 @@ def text_of(value: Any) -> str:
     return name_of(value) if callable(value) else str(value)
 
 
-def _check_options(campaign: Campaign, step: str, takes: frozenset[str]) -> None:
+def _complaints(campaign: Any, step: Any, takes: frozenset[str]) -> Iterator[str]:
+    """What cannot be of the words that need no reference, in sentences."""
+    if not callable(step):
+        yield f"step is {step!r}: expected a function step(model, microbatches)"
+    for name, least in (("cases", 1), ("seed", 0)):
+        if type(value := getattr(campaign, name)) is not int or not least <= value <= MOST_SEED:
+            yield f"{name} is {show(value)}: expected a whole number from {least} on, such as 50"
+    if isinstance(campaign.seconds, bool) or not isinstance(campaign.seconds, int | float) or campaign.seconds <= 0:
+        yield f"seconds is {show(campaign.seconds)}: expected a number above 0, such as 300"
+    if campaign.where is not None and not callable(campaign.where):
+        yield f"where is {show(campaign.where)}: expected a function of a case, or leave it out"
     options, dtypes = campaign.options, campaign.dtypes
     if not isinstance(options, Mapping):
-        raise WhiteBoxError(f"options is {show(options)}: expected names and their values, such as {{'v': (1, 2)}}")
+        yield f"options is {show(options)}: expected names and their values, such as {{'v': (1, 2)}}"
     for name, values in options.items():
         if name in _OWN:
-            raise WhiteBoxError(f"options has {name!r}, which each case has without it: leave it out")
+            yield f"options has {name!r}, which each case has without it: leave it out"
         if name not in takes and "**" not in takes:
-            raise WhiteBoxError(
-                f"options has {name!r}, which {step} does not take: leave it out, or let {step} take it"
-            )
+            step_ = name_of(step)
+            yield f"options has {name!r}, which {step_} does not take: leave it out, or let {step_} take it"
         if not isinstance(values, list | tuple | range) or not values:
-            raise WhiteBoxError(f"options has {name}={values!r}: expected a list of values, such as (1, 2)")
+            yield f"options has {name}={values!r}: expected a list of values, such as (1, 2)"
         if len({text_of(one) for one in values}) < len(values):
-            raise WhiteBoxError(f"options has {name}={values!r}: expected values whose texts differ")
+            yield f"options has {name}={values!r}: expected values whose texts differ"
     virtual = options.get(_VIRTUAL, (1,))
     if any(type(one) is not int or one < 1 for one in virtual):
-        raise WhiteBoxError(f"options has v={virtual!r}: expected numbers of stages of a rank, such as (1, 2)")
-    if not isinstance(dtypes, list | tuple) or not all(
-        isinstance(one, torch.dtype) and one.is_floating_point for one in dtypes
-    ):
-        raise WhiteBoxError(f"dtypes is {dtypes!r}: expected types such as (torch.float32, torch.bfloat16)")
+        yield f"options has v={virtual!r}: expected numbers of stages of a rank, such as (1, 2)"
+    known = isinstance(dtypes, list | tuple) and all(isinstance(one, torch.dtype) for one in dtypes)
+    if not known or not all(one.is_floating_point for one in dtypes):
+        yield f"dtypes is {dtypes!r}: expected types such as (torch.float32, torch.bfloat16)"
 
 
 def _replicas(ranks: Ranks) -> Replicas:

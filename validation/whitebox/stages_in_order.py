@@ -24,11 +24,15 @@ class Flow:
     @classmethod
     def of(cls, calls: Sequence[Call]) -> Self:
         """Build from calls, without zeros, which match anything."""
+
+        def contents(those: Iterable[Sketch]) -> frozenset[bytes]:
+            return frozenset(digest for one in those if one.norm for digest in (one.digest, *one.said))
+
         return cls(
-            [_contents(call.inputs) for call in calls],
-            [_contents(call.output_gradients.values()) for call in calls],
-            _contents(one for call in calls for one in call.outputs),
-            _contents(one for call in calls for one in call.input_gradients.values()),
+            [contents(call.inputs) for call in calls],
+            [contents(call.output_gradients.values()) for call in calls],
+            contents(one for call in calls for one in call.outputs),
+            contents(one for call in calls for one in call.input_gradients.values()),
         )
 
     def count_given_to(self, other: Self) -> int:
@@ -40,10 +44,6 @@ class Flow:
         """True if most traffic between both goes from this module to ``other``: a stray message changes nothing."""
         votes = self.count_given_to(other)
         return 2 * votes >= max(1, len(other.came)) and votes > other.count_given_to(self)
-
-
-def _contents(those: Iterable[Sketch]) -> frozenset[bytes]:
-    return frozenset(digest for one in those if one.norm for digest in (one.digest, *one.said))
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,9 @@ def in_order(
     ordered = sorted((one for one in stages if first[id(one)] is not None), key=lambda one: (first[id(one)], one.rank))
     for stage in sorted((one for one in stages if first[id(one)] is None), key=lambda one: one.turn):
         at = max((k for k, other in enumerate(ordered, start=1) if other.turn < stage.turn), default=0)
-        ordered.insert(at if stage.held else _by_flow(stage, ordered, feeds), stage)
+        if not stage.held:  # by its inputs, else by its outputs
+            after = [k for k, one in enumerate(ordered, start=1) if feeds(one, stage)]
+            before = [] if after else [k for k, one in enumerate(ordered) if feeds(stage, one)]
+            at = max(after) if after else min(before, default=len(ordered))
+        ordered.insert(at, stage)
     return tuple(replace(one, index=index) for index, one in enumerate(ordered))
-
-
-def _by_flow(stage: PlacedStage, ordered: Sequence[PlacedStage], feeds: Feeds) -> int:
-    """Return an empty stage's position among ``ordered`` ones, by its inputs and outputs."""
-    before = [k for k, other in enumerate(ordered, start=1) if feeds(other, stage)]
-    return (
-        max(before) if before else min((k for k, one in enumerate(ordered) if feeds(stage, one)), default=len(ordered))
-    )

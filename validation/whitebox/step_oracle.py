@@ -1,7 +1,7 @@
 """Laws and right answers for custom runs."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from pipeproof.core.floors import Floors
 from pipeproof.core.judge import scenarios
-from pipeproof.core.limits import Precision
+from pipeproof.core.limits import Precision, precision_among
 from pipeproof.core.nudged import Nudged, OtherProducts
-from pipeproof.core.observe.observed import Observed
-from pipeproof.core.oracle import Answer, Requirements, precision_of_reference
+from pipeproof.core.observe.observed import Observed, RankOperation
+from pipeproof.core.oracle import Answer, Requirements
 from pipeproof.core.reason import Reason
 from pipeproof.core.updates import Orders, Pending
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.products import products_in, sorts_in
-from pipeproof.reference.step import Expected, Gradient, Site
+from pipeproof.reference.step import Gradient, Site
 from pipeproof.whitebox.assemble import Assembled
 from pipeproof.whitebox.operation_run import Course, OperationRun
 from pipeproof.whitebox.task import Optimizing, Task
@@ -59,12 +59,12 @@ class StepOracle:
     @property
     def precision(self) -> Precision:
         """The reference parameters' precision."""
-        return precision_of_reference(self._runs[0].reference)
+        return precision_among(self._runs[0].reference.model.parameters())
 
     def answer(self, number: int, orders: Orders) -> Answer:
         """Return expected results for operation ``number``."""
         one = self._runs[number]
-        name, batches, reference = self._task.plan[number], one.run.batches, one.reference
+        name, batches, reference = one.found.name, one.run.batches, one.reference
         expected = reference.before_update(batches, one.made, orders=orders, onto=self._sums)
         expected = replace(expected, operation=name, buffers=one.like.buffers)
         if name == "eval":
@@ -74,9 +74,18 @@ class StepOracle:
         if name == "accumulate":
             self._sums = reference.accumulate(one.made, orders=orders, onto=self._sums)
             return Answer(replace(expected, gradients={}, norm=None), Floors(reference, self._pending), math.inf)
-        answer = self._update(one, expected)
-        self._floors |= {} if answer.floors is None else {number: answer.floors}
-        return answer
+        optimizer, pending = self._optimizer, self._pending
+        updated = partial(self._task.update, reference, by=optimizer, max_norm=one.found.max_norm)
+
+        def follow(gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
+            parameters = updated(gradients)
+            if optimizer is not None:  # later floors start from this state
+                self._optimizer = optimizer.next()
+            return reference.norm(gradients), parameters
+
+        floors = Floors(reference, pending, updated=None if optimizer is None else updated)
+        self._pending, self._sums, self._floors[number] = [], {}, floors
+        return Answer(expected, floors, math.inf, follow)
 
     def nudged(self, number: int) -> Nudged | None:
         """Measure movement under weights one rounding off in operation ``number``. None without an update."""
@@ -88,41 +97,37 @@ class StepOracle:
         own = products_in(next(one.run.model.parameters()).device, sorts_in(one.run.model))
         return OtherProducts.among(own, [made.products for made in one.found.made])
 
-    def _update(self, one: OperationRun, expected: Expected) -> Answer:
-        optimizer = self._optimizer
-        updated = partial(self._task.update, one.reference, by=optimizer, max_norm=one.found.max_norm)
-
-        def follow(gradients: Mapping[Site, Gradient]) -> tuple[float, Mapping[Site, Tensor]]:
-            parameters = updated(gradients)
-            if optimizer is not None:  # later floors start from this state
-                self._optimizer = optimizer.next()
-            return one.reference.norm(gradients), parameters
-
-        known = None if optimizer is None else updated
-        floors = Floors(one.reference, self._pending, updated=known)
-        self._pending, self._sums = [], {}
-        return Answer(expected, floors, math.inf, follow)
-
-
-def laws_of(task: Task) -> tuple[str, ...]:
-    """Return the laws for ``task``."""
-    updates = UPDATED if task.optimizer is not None or task.contract.operations else ()
-    named = NAMED if task.contract.outputs is not None else ()
-    routed = ROUTED if task.routers else ()
-    return (*LAWS, *named, *routed, *updates, *(OF_SEVERAL if task.contract.operations else ()))
-
 
 def requirements_of(course: Course, observed: Observed) -> Requirements:
     """Return the requirements on ``observed`` results in ``course``."""
-    task, runs = course.task, course.runs
+    task, runs, contract = course.task, course.runs, course.task.contract
     first, found = runs[0], runs[0].found
     unlike = next((one.found.unlike for one in runs if one.found.unlike), "")
     judged = replace(task, optimizer=None) if unlike else task
-    if task.contract.operations and task.optimizer is None:
+    if contract.operations and task.optimizer is None:
         unlike = unlike or "optimizer= makes the reference's, and was not given"
-    every, plan = scenarios(task.plan), task.plan[: len(runs)]
+    every, plan = scenarios(contract.plan), contract.plan[: len(runs)]
     later = set[str]().union(*every[len(runs) :]) - set[str]().union(*every[: len(runs)])
-    laws = laws_of(task)
+    laws = (
+        *LAWS,
+        *(NAMED if contract.outputs is not None else ()),
+        *(ROUTED if task.routers else ()),
+        *(UPDATED if task.optimizer is not None or contract.operations else ()),
+        *(OF_SEVERAL if contract.operations else ()),
+    )
+    remarks = found.remarks | ({"routing": first.routing.reason} if first.routing.reason else {})
+    remarks |= dict.fromkeys({*UPDATED} & {*laws}, unlike) if unlike else {}
+    reports = [one for row in observed.ranks for one in row]
+    if not any(one.losses or one.loss is not None for one in reports):
+        remarks["loss"] = Reason.UNREPORTED.doubt("no rank reports a loss: hand losses back beside the modules")
+    named = {name for one in reports for name in one.outputs}
+    if named and (left := [name for name in first.made[0].outputs if name not in named]):
+        remarks["outputs"] = f"no rank hands back {first_few(left)}"
+    claimed = {claim.law for one in reports for claim in one.claims}
+    apart = {"shards": "no parameter is in shards", "replicas": "no stage is held by several ranks"}
+    missed = {law: why for law, (there, why) in _reports(found, reports, unlike, first).items() if not there}
+    if "updated-parameters" in claimed:
+        missed.pop("updated-parameters", None)
     return Requirements(
         config=course.title,
         laws=laws,
@@ -131,15 +136,12 @@ def requirements_of(course: Course, observed: Observed) -> Requirements:
         expected=found.sites,
         oracle=StepOracle(judged, runs),
         tied=found.tied,
-        skipped=dict(not_applicable(observed)),
-        missed=dict(not_observed(found, observed, unlike, first.routing.reason)) | dict.fromkeys(later, course.halted),
-        remarks=found.remarks
-        | list_unreported(observed, first.made[0].outputs)
-        | ({"routing": first.routing.reason} if first.routing.reason else {})
-        | (dict.fromkeys({*UPDATED} & {*laws}, unlike) if unlike else {}),
+        skipped={law: why for law, why in apart.items() if law not in claimed},
+        missed=missed | dict.fromkeys(later, course.halted),
+        remarks=remarks,
         unmatched=found.unmatched,
         unseen=frozenset[int]().union(*(one.found.unseen for one in runs)),
-        uncalled=found.uncalled,
+        uncalled=frozenset(one.index for one in found.stages if one.part.calls is None),
         frozen=found.frozen,
         traced=frozenset[int]().union(*(one.found.traced for one in runs)),
         every_rank=False,
@@ -148,57 +150,32 @@ def requirements_of(course: Course, observed: Observed) -> Requirements:
     )
 
 
-_UNROUTED = "no router of the step was observed to choose"
-_BUFFERS = "no stage that has any was observed to run all microbatches in their order"
+def _reports(
+    found: Assembled, reports: Sequence[RankOperation], unlike: str, first: OperationRun
+) -> Mapping[str, tuple[bool, str]]:
+    """Return, by law, whether ranks reported what it needs, and otherwise why not.
 
-
-def not_applicable(observed: Observed) -> Sequence[tuple[str, str]]:
-    """Return inapplicable laws with reasons."""
-    claimed = _laws_of_claims(observed)
-    laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
-    return [(law, reason) for law, reason in laws if law not in claimed]
-
-
-def not_observed(found: Assembled, observed: Observed, unlike: str, unrouted: str) -> Sequence[tuple[str, str]]:
-    """Return unobserved laws with reasons.
-
-    unlike, unrouted: why updates or experts are not compared, if known.
+    unlike: why updates are not compared, if known.
     """
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
-    every, claimed = [one for row in observed.ranks for one in row], _laws_of_claims(observed)
-    norm, buffers = any(one.norm is not None for one in every), any(one.buffers for one in every)
-    ordered = len(found.unseen) < len(found.stages) or not found.stages
-    named = "gradients were handed back, not watched modules" if found.nameless else ""
+    nameless = any(one.part.locals for one in found.stages) and all(one.part.nameless for one in found.stages)
+    named = "gradients were handed back, not watched modules" if nameless else ""
     unwatched = found.missed or named or "no stage was watched: call watch(module)"
     if axis := found.replicas.sequence:
         unwatched = f"ranks along {axis} have parts of every sequence, so boundary tensors are not compared"
-    unseen = "gradients were handed back, not modules" if found.nameless else "no weight was observed before the step"
-    return [
-        (law, reason)
-        for law, reported, reason in (
-            ("initial-weights", modules or not found.stages, unseen),
-            ("microbatches", ordered, unwatched),
-            ("boundaries", found.watched, unwatched),
-            ("grad-norm", norm, "no rank reports a norm"),
-            ("outputs", any(one.outputs for one in every), "no rank hands any back"),
-            ("routing", any(one.routes for one in every), unrouted or _UNROUTED),
-            ("updated-parameters", not unlike or "updated-parameters" in claimed, Reason.OPTIMIZER.doubt(unlike)),
-            ("buffers", buffers, f"{_BUFFERS}; {unwatched}" if not found.watched else _BUFFERS),
-        )
-        if not reported
-    ]
-
-
-def _laws_of_claims(observed: Observed) -> set[str]:
-    return {claim.law for row in observed.ranks for one in row for claim in one.claims}
-
-
-def list_unreported(observed: Observed, outputs: Collection[str]) -> dict[str, str]:
-    """Return missing reports by law; ``outputs``: names the step could return."""
-    reported = any(one.losses or one.loss is not None for row in observed.ranks for one in row)
-    why = Reason.UNREPORTED.doubt("no rank reports a loss: hand losses back beside the modules")
-    found: dict[str, str] = {} if reported else {"loss": why}
-    named = {name for row in observed.ranks for one in row for name in one.outputs}
-    if named and (left := [name for name in outputs if name not in named]):
-        found["outputs"] = f"no rank hands back {first_few(left)}"
-    return found
+    unseen = "gradients were handed back, not modules" if nameless else "no weight was observed before the step"
+    unbuffered = "no stage that has any was observed to run all microbatches in their order"
+    unrouted = first.routing.reason or "no router of the step was observed to choose"
+    return {
+        "initial-weights": (modules or not found.stages, unseen),
+        "microbatches": (len(found.unseen) < len(found.stages) or not found.stages, unwatched),
+        "boundaries": (found.watched, unwatched),
+        "grad-norm": (any(one.norm is not None for one in reports), "no rank reports a norm"),
+        "outputs": (any(one.outputs for one in reports), "no rank hands any back"),
+        "routing": (any(one.routes for one in reports), unrouted),
+        "updated-parameters": (not unlike, Reason.OPTIMIZER.doubt(unlike)),
+        "buffers": (
+            any(one.buffers for one in reports),
+            unbuffered if found.watched else f"{unbuffered}; {unwatched}",
+        ),
+    }

@@ -1,21 +1,22 @@
 """Judge a custom step, and explain its fault."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from pipeproof.core.judge import judge_observed
 from pipeproof.core.reason import Reason
-from pipeproof.core.verdict import LawResult, Mismatch, Verdict, overall
-from pipeproof.reference.step import Contribution, Site
+from pipeproof.core.verdict import LawResult, Verdict, overall
+from pipeproof.reference.step import Contribution
 from pipeproof.whitebox.assemble import Assembled
 from pipeproof.whitebox.operation_run import Course, observe_runs
+from pipeproof.whitebox.routing import Routing
 from pipeproof.whitebox.step_oracle import ROUTED, requirements_of
 from pipeproof.whitebox.task import Task
 
 _OF_CALLS = ("microbatches", "boundaries")  # laws about watched calls alone
+_FIRST_RANKS = "compared on the first rank of each stage alone, and replicas differ"
 _CHOSEN = "with the experts that were chosen, everything else is right: see the law routing"
 
 
@@ -24,13 +25,24 @@ def judge(course: Course) -> Verdict:
     title, task, first = course.title, course.task, course.runs[0]
     if other_loss := course.second.other_loss(first.made[0].loss, first.run.batches[0]):
         return random_reference(title, task, other_loss)
+    for why in _obstacles(course):
+        return undecided_verdict(title, why)
+    if task.routers:
+        course = course.each(lambda one: replace(one, routing=Routing.of(one.found, one.made)))
+    return _judge(course)
+
+
+def _obstacles(course: Course) -> Iterator[str]:
+    """Yield why nothing can be judged."""
+    task, first = course.task, course.runs[0]
     if all(gradient is None for one in first.made for gradient in one.gradients.values()):
-        return undecided_verdict(
-            title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
-        )
-    if unknown := _unknown_output(course) or _unseen_sums(course):
-        return undecided_verdict(title, unknown)
-    return _judge(course.each(lambda one: one.routed) if task.routers else course)
+        yield f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
+    known, made = first.made[0].outputs, [each for one in course.runs for each in enumerate(one.found.made)]
+    for rank, name in ((rank, name) for rank, one in made for name in one.outputs if name not in known):
+        given = "which was not given" if task.contract.outputs is None else f"which gives {', '.join(map(repr, known))}"
+        yield f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
+    for rank, why in ((rank, one.unseen["gradient"]) for rank, one in made if "gradient" in one.unseen):
+        yield f"what rank {rank} added gradients to was not observed: {why}"
 
 
 def _judge(course: Course) -> Verdict:
@@ -42,9 +54,14 @@ def _judge(course: Course) -> Verdict:
     verdict = _compare(following)
     number = min((one.operation - 1 for one in verdict.mismatches if one.law != "parameters-once"), default=0)
     now = following.runs[number]  # the first faulty operation
-    verdict = _at_holders(_of_first_ranks(verdict), now.found, now.made)
-    if first.watched and first.missed:
-        verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, first.missed))
+    verdict = _at_holders(verdict, now.found, now.made)
+    laws = [*verdict.laws]
+    for k, law in enumerate(laws):
+        if (law.name, law.outcome) == ("gradient", "pass") and any(one.law == "replicas" for one in verdict.mismatches):
+            laws[k] = replace(law, outcome="unknown", note=_FIRST_RANKS)
+        if law.name in _OF_CALLS and first.watched and first.missed:
+            laws[k] = replace(law, note="; ".join(filter(None, [law.note, first.missed])))
+    verdict = replace(verdict, laws=tuple(laws))
     routed = tuple(one for one in verdict.mismatches if one.law in ROUTED)
     others = tuple(one for one in verdict.mismatches if one.law not in ROUTED)
     if not verdict.mismatches:
@@ -57,9 +74,9 @@ def _judge(course: Course) -> Verdict:
 
     model, before = course.second.like(now.task), following.runs[:number][::-1]
     found = explain(replace(verdict, mismatches=others), now, model, before)
-    laws = tuple(verdict.law(law.name) if law.name in ROUTED else law for law in found.laws)
+    every = tuple(verdict.law(law.name) if law.name in ROUTED else law for law in found.laws)
     mismatches = (*found.mismatches, *routed) if found.causes else (*routed, *found.mismatches)
-    return replace(found, laws=laws, mismatches=mismatches, outcome=overall(laws)) if routed else found
+    return replace(found, laws=every, mismatches=mismatches, outcome=overall(every)) if routed else found
 
 
 def _is_right(course: Course) -> bool:
@@ -75,36 +92,6 @@ def _compare(course: Course) -> Verdict:
     """Judge the operations without causes."""
     observed = observe_runs(course.runs, [one.passages() for one in course.runs])
     return judge_observed(requirements_of(course, observed), observed)
-
-
-def _unknown_output(course: Course) -> str:
-    """Describe a returned output that the reference lacks; empty if none."""
-    known, every = course.runs[0].made[0].outputs, (enumerate(one.found.made) for one in course.runs)
-    for rank, name in ((rank, name) for made in every for rank, one in made for name in one.outputs):
-        if name not in known:
-            given = "which was not given" if course.task.named is None else f"which gives {', '.join(map(repr, known))}"
-            return f"rank {rank} handed back an output {name!r}: expected one of those of outputs=, {given}"
-    return ""
-
-
-def _unseen_sums(course: Course) -> str:
-    """Explain unknown starting gradients, which prevent a comparison; empty if known."""
-    found = ((rank, made.unseen.get("gradient")) for one in course.runs for rank, made in enumerate(one.found.made))
-    text = "what rank {} added gradients to was not observed: {}"
-    return next((text.format(rank, why) for rank, why in found if why), "")
-
-
-def _of_first_ranks(verdict: Verdict) -> Verdict:
-    """Doubt right gradients where replicas differ: only first ranks were compared."""
-    if all(one.law != "replicas" for one in verdict.mismatches):
-        return verdict
-    laws = [
-        replace(law, outcome="unknown", note="compared on the first rank of each stage alone, and replicas differ")
-        if (law.name, law.outcome) == ("gradient", "pass")
-        else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))
 
 
 def random_reference(title: str, task: Task, how: str) -> Verdict:
@@ -123,34 +110,20 @@ def _at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]
 
     Comparisons with the model come first: between ranks, the other one may be wrong.
     """
-    placed = [_at_holder(one, found, made) for one in verdict.mismatches]
-    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside is not None)))
-
-
-def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:
-    if one.stage is None:
-        return one
-    if one.law in ("gradient", "presence") and one.parameter is not None and one.what != "text":
-        return replace(one, rank=found.holder((one.stage, one.parameter), _sum_at((one.stage, one.parameter), made)))
-    if one.law == "initial-weights" and one.parameter is not None and one.beside is None:
-        wrong = found.beginner((one.stage, one.parameter))
-        return one if wrong is None else replace(one, rank=wrong)
-    lines = [found.made[rank].line for rank, _ in found.stages[one.stage].part.members]
-    several = one.rank is not None and lines.count(found.made[one.rank].line) > 1
-    return replace(one, rank=None) if one.law == "microbatches" and several and one.microbatch is None else one
-
-
-def _sum_at(site: Site, made: Sequence[Contribution]) -> Tensor | None:
-    """Sum all microbatches' contributions at ``site``."""
-    parts = [one.gradients.get(site) for one in made]
-    given = [one.cpu() for one in parts if one is not None]
-    return torch.stack(given).sum(dim=0) if given else None
-
-
-def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
-    """Append ``notes`` to their laws."""
-    laws = [
-        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
-        for law in verdict.laws
-    ]
-    return replace(verdict, laws=tuple(laws))
+    placed = sorted(verdict.mismatches, key=lambda one: one.beside is not None)
+    for k, one in enumerate(placed):
+        if one.stage is None:
+            continue
+        if one.law in ("gradient", "presence") and one.parameter is not None and one.what != "text":
+            parts = [each.gradients.get((one.stage, one.parameter)) for each in made]
+            given = [each.cpu() for each in parts if each is not None]
+            expected = torch.stack(given).sum(dim=0) if given else None
+            placed[k] = replace(one, rank=found.holder((one.stage, one.parameter), expected))
+        elif one.law == "initial-weights" and one.parameter is not None and one.beside is None:
+            wrong = found.beginner((one.stage, one.parameter))
+            placed[k] = one if wrong is None else replace(one, rank=wrong)
+        elif one.law == "microbatches" and one.rank is not None and one.microbatch is None:
+            lines = [found.made[rank].line for rank, _ in found.stages[one.stage].part.members]
+            several = lines.count(found.made[one.rank].line) > 1
+            placed[k] = replace(one, rank=None) if several else one
+    return replace(verdict, mismatches=tuple(placed))

@@ -30,10 +30,6 @@ class OptimizerError(Exception):
     """An optimizer function returned something else."""
 
 
-def _steps(one: object) -> bool:
-    return all(callable(getattr(one, name, None)) for name in ("step", "state_dict", "load_state_dict"))
-
-
 @dataclass
 class Optimizing:
     """Builds ``func``'s optimizer for a model, in ``state``; ``left`` stores its state after the last step.
@@ -49,7 +45,9 @@ class Optimizing:
         """Build the optimizer for ``model``; a scheduler steps after it. Raises ``OptimizerError``."""
         made = self.func(model)
         optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
-        if not isinstance(optimizer, Optimizer) or len(schedulers) > 1 or not all(map(_steps, schedulers)):
+        wanted = ("step", "state_dict", "load_state_dict")
+        steps = all(callable(getattr(one, name, None)) for one in schedulers for name in wanted)
+        if not isinstance(optimizer, Optimizer) or len(schedulers) > 1 or not steps:
             gave = " and ".join(type(one).__name__ for one in (optimizer, *schedulers))
             raise OptimizerError(f"gave {gave}: expected an optimizer, or a pair of it and the scheduler of its rate")
         every: tuple[Any, ...] = (optimizer, *schedulers)
@@ -111,7 +109,8 @@ class Continued:
 class Task:
     """A validation's subject, from the user's arguments.
 
-    evaluates: a single evaluation. routed: prescribed router choices by microbatch, overriding scores.
+    evaluates: a single evaluation. routed: prescribed router choices by microbatch, overriding scores. by: an
+    ``Expectation``, which judges the step on its own ranks, without a whole model here.
     """
 
     step: Step
@@ -122,11 +121,7 @@ class Task:
     contract: Contract = DEFAULTS
     evaluates: bool = False
     routed: tuple[Mapping[str, Chosen], ...] = ()
-
-    @property
-    def plan(self) -> tuple[str, ...]:
-        """Operation names."""
-        return self.contract.plan
+    by: object = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -143,7 +138,7 @@ class Task:
             reference=begun or self.reference,
             microbatches=tuple(self.microbatches[m] for m in own),
             contract=replace(self.contract, operations=()),
-            evaluates=self.plan[number] == "eval",
+            evaluates=self.contract.plan[number] == "eval",
         )
 
     def check(self) -> None:
@@ -206,16 +201,6 @@ class Task:
         return tuple(self.contract.routers)
 
     @property
-    def in_pairs(self) -> bool:
-        """True if a microbatch consists of inputs and target."""
-        return self.loss_fn is not None
-
-    @property
-    def beside(self) -> str:
-        """The step's reference, in words."""
-        return f"reference {self.name}"
-
-    @property
     def loss(self) -> Loss:
         """Loss function and divisor."""
         function = self.loss_fn or (lambda output, target: output)
@@ -223,34 +208,31 @@ class Task:
 
     @property
     def named(self) -> Outputs | None:
-        """Function for named outputs, if any."""
-        return None if self.contract.outputs is None else self._name_outputs
+        """Function for named outputs, if any; it raises ``WhiteBoxError`` for other results."""
+        if (outputs := self.contract.outputs) is None:
+            return None
 
-    def _name_outputs(self, output: Any, target: Tensor) -> Mapping[str, Tensor]:
-        assert self.contract.outputs is not None, "asked for where there are some"
-        made = self.contract.outputs(output, target)
-        if not isinstance(made, Mapping):
-            raise WhiteBoxError(f"outputs= gave a {type(made).__name__}: expected a mapping of names to tensors")
-        for name, one in made.items():
-            if not isinstance(one, Tensor):
-                raise WhiteBoxError(f"outputs= gave a {type(one).__name__} as {name!r}: expected a tensor")
-        return made
+        def named(output: Any, target: Tensor) -> Mapping[str, Tensor]:
+            made = outputs(output, target)
+            if not isinstance(made, Mapping):
+                raise WhiteBoxError(f"outputs= gave a {type(made).__name__}: expected a mapping of names to tensors")
+            for name, one in made.items():
+                if not isinstance(one, Tensor):
+                    raise WhiteBoxError(f"outputs= gave a {type(one).__name__} as {name!r}: expected a tensor")
+            return made
 
-    @property
-    def hint(self) -> str:
-        """Advice for a failing reference."""
-        called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
-        return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
+        return named
 
     def title(self, ranks: int) -> str:
         """Describe the subject."""
-        counts, plan = self.counts, self.plan if self.contract.operations else ()
+        counts, plan = self.counts, self.contract.plan if self.contract.operations else ()
+        beside = "link by link" if self.by else f"reference {self.name}"
         count = some(counts[-1], "microbatch")
         if len({*counts}) > 1:
             count = f"{', '.join(f'{name} of {each}' for name, each in zip(plan, counts, strict=True))} microbatches"
         elif plan:
             count = f"{', '.join(plan)} of {count}"
-        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, {self.beside}"
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, {beside}"
 
     def build(self, device: str) -> nn.Module:
         """Build the reference, as all ranks do."""
@@ -268,29 +250,17 @@ class Task:
     def batches(self, model: nn.Module) -> list[Batch]:
         """Return the reference's microbatches, on ``model``'s device."""
         device = str(next(model.parameters()).device)
-        return [self._route_batch(number).to(device) for number in range(len(self.microbatches))]
-
-    def repeated_parameters(self, device: str) -> frozenset[str]:
-        """Return parameters with several uses in the reference's first microbatch, under all names.
-
-        They may have a copy in each stage. Undetectable uses are omitted.
-        """
-        model = self.build(device)
-        return repeated_parameters(model, self.batches(model)[0], self.loss.function)
-
-    def _route_batch(self, number: int) -> Batch:
-        if not self.routers:
-            return self._batch(number)
-        chosen = self.routed[number] if self.routed else {}
-        return replace(self._batch(number), routers=Routers(self.routers, chosen))
+        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
 
     def _batch(self, number: int) -> Batch:
-        given = self.microbatches[number]
-        batch = Batch.of(*pair_of(number, given)) if self.in_pairs else Batch.of(given, torch.empty(0))
+        given, in_pairs = self.microbatches[number], self.loss_fn is not None or self.by is not None
+        batch = Batch.of(*pair_of(number, given)) if in_pairs else Batch.of(given, torch.empty(0))
         for tensor in (*batch.inputs, batch.target):
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
-        return batch
+        if not self.routers:
+            return batch
+        return replace(batch, routers=Routers(self.routers, self.routed[number] if self.routed else {}))
 
 
 def check_builds(what: str, given: Any, error: type[WhiteBoxError] = WhiteBoxError) -> None:
@@ -323,7 +293,10 @@ def pair_of(number: int, given: Any) -> tuple[Any, Any]:
 
 
 def repeated_parameters(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
-    """Return parameters with several uses in ``model`` on ``batch``, under all names; consumes the model."""
+    """Return parameters with several uses in ``model`` on ``batch``, under all names; consumes the model.
+
+    They may have a copy in each stage. Undetectable uses are omitted.
+    """
     model.requires_grad_()
     inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
     try:

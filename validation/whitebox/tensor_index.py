@@ -72,13 +72,9 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """Note ``tensor`` at ``place``."""
         if self.gather is None:
-            self.note_sketch(place, microbatch, tensor)
+            self.add(place, microbatch, sketch(tensor))
         else:
             self._note(place, microbatch, digest_of_values(tensor))
-
-    def note_sketch(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """Note ``tensor`` as a sketch at once."""
-        self.add(place, microbatch, sketch(tensor))
 
     def add(self, place: str, microbatch: int, observed: Sketch) -> None:
         """Add a sketch at ``place``."""
@@ -164,7 +160,8 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < FEW and not self._equal(one) for one in there)
-        coarse = all(_is_coarse(self._computed or one.dtype) for one in telling)
+        types = {self._computed or one.dtype for one in telling}
+        coarse = all(one.is_floating_point and torch.finfo(one).eps > torch.finfo(torch.float32).eps for one in types)
         coarse = coarse and not any(map(self._equal, telling))
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
@@ -173,12 +170,7 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
         )
 
 
-def _is_coarse(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
-
-
 Both = tuple[Places, Places]  # tensors, gradients
-_Noting = Callable[[Places, str, int, Tensor], None]
 
 
 def flow_place(place: str, stage: int) -> str:
@@ -230,25 +222,26 @@ class TensorIndex:
             for stage, cut in cuts.items() if loss.item() == expected else ():
                 for place, gradient in graph.hand_on(loss / divisor, cut).items():
                     if gradient is not None:
-                        self._on_flow(flow_place(place, stage), microbatch, gradient, note=Places.note_sketch)
+                        self._on_flow(flow_place(place, stage), microbatch, gradient, at_once=True)
 
     def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """Record a module output, and its gradient when it flows."""
         forward, _ = self.places
         self._see(forward, place, microbatch, tensor)
         if tensor.requires_grad:
-            flowed = partial(self._on_flow, place, microbatch, note=self._see)
-            tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+            tensor.register_hook(partial(self._on_flow, place, microbatch))  # type: ignore[no-untyped-call]  # in torch
 
-    def _on_flow(self, place: str, microbatch: int, gradient: Tensor, *, note: _Noting) -> None:
+    def _on_flow(self, place: str, microbatch: int, gradient: Tensor, *, at_once: bool = False) -> None:
         _, backward = self.places
-        note(backward, place, microbatch, gradient)
+        self._see(backward, place, microbatch, gradient, at_once=at_once)
         if self._replicas > 1:
-            note(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas)
+            self._see(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas, at_once=at_once)
 
-    def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor) -> None:
-        """Record ``tensor``, kept as is while memory allows."""
-        if places.gather is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
+    def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor, *, at_once: bool = False) -> None:
+        """Record ``tensor``, kept as is while memory allows; ``at_once``: as a sketch."""
+        if at_once:
+            places.add(place, microbatch, sketch(tensor))
+        elif places.gather is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
             places.note(place, microbatch, tensor)
         else:
             self._room -= tensor.nbytes

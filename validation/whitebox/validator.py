@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +18,9 @@ from pipeproof.core.observe.digest import contents
 from pipeproof.core.reason import reasons_of
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Crash, Verdict
-from pipeproof.reference.accumulation import PLAIN, Accumulation
+from pipeproof.reference.accumulation import PLAIN
 from pipeproof.whitebox.assemble import Assembled
-from pipeproof.whitebox.expectation import Expectation, LinkedTask
+from pipeproof.whitebox.expectation import Expectation
 from pipeproof.whitebox.handed_back import HandBackError
 from pipeproof.whitebox.matching import NamesError
 from pipeproof.whitebox.operation_run import Course, OperationRun
@@ -29,7 +29,14 @@ from pipeproof.whitebox.reference_run import ReferenceRun, SecondModel
 from pipeproof.whitebox.shared_stages import join_parts, with_late_weights
 from pipeproof.whitebox.step_oracle import UPDATED
 from pipeproof.whitebox.step_verdict import judge, random_reference, undecided_verdict
-from pipeproof.whitebox.task import MakesOptimizer, ReferenceRaised, Task, WhiteBoxError, name_of
+from pipeproof.whitebox.task import (
+    MakesOptimizer,
+    ReferenceRaised,
+    Task,
+    WhiteBoxError,
+    name_of,
+    repeated_parameters,
+)
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, of_failure
 from pipeproof.worlds.timeout import seconds
@@ -39,18 +46,7 @@ if TYPE_CHECKING:
     from pipeproof.whitebox.fuzzing import FuzzResult
     from pipeproof.whitebox.space import Campaign
 
-_READ = (
-    "loss_divisor",
-    "loss_scale",
-    "accumulation",
-    "max_norm",
-    "operations",
-    "outputs",
-    "routers",
-    "names",
-    "warmup",
-)
-_EXPLAINED = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
+_READ = tuple("loss_divisor loss_scale accumulation max_norm operations outputs routers names warmup".split())
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class WhiteBox:
         began, build = perf_counter(), reference.whole if isinstance(reference, Expectation) else reference
         task = Task(step, build, tuple(microbatches), loss_fn, optimizer, contract.with_words(words))
         if isinstance(reference, Expectation):
-            task = LinkedTask.of(task, reference)
+            task = reference.judge(task)
         else:
             task.contract.reads(_READ, "beside a whole model, which tells them")
         task.check()
@@ -109,16 +105,25 @@ class WhiteBox:
         for count in task.counts:
             replicas.of_as_many(count).check()
         seconds(self.world.timeout_s if timeout_s is None else timeout_s)
+        title = task.title(len(replicas.of)) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+        blank = Verdict(title, "unknown", "none", ())
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
             for _ in self.world.interleavings():
-                verdict = bounded._validate(task, replicas)
+                verdict = bounded._validate(title, task, replicas)
                 if verdict.outcome != "pass":
                     break
         except (WhiteBoxError, NeedsMoreRanks):
             raise
+        except RankFailed as failure:
+            verdict = of_failure(blank, failure)
+            if isinstance(why := failure.cause, HandBackError | NamesError):
+                verdict = undecided_verdict(title, f"rank {failure.culprit}: {why}", reasons_of(*why.args))
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
-            verdict = _stop_verdict(_title(task, replicas), error)
+            explained = isinstance(error, ReferenceRaised | WorldError)  # their text says what is wrong
+            cause = error.__cause__ if explained and isinstance(error.__cause__, Exception) else error
+            verdict = blank.before_its_end(Crash.of(cause))
+            verdict = replace(verdict, stopped="", headline=str(error)) if explained else verdict
         verdict = self.world.complete(verdict)
         return self.hand_out(replace(verdict, rerun=_rerun(self.world), seconds=perf_counter() - began))
 
@@ -161,68 +166,59 @@ class WhiteBox:
         """Return ``verdict``; pytest's fixture tracks its readers."""
         return verdict
 
-    def _validate_linked(self, task: LinkedTask, replicas: Replicas) -> Verdict:
-        """Judge a step that its own ranks check."""
-        title, ranks = _title(task, replicas), len(replicas.of)
-        order = RankOrder(task.step, task.reference, task.microbatches, task.contract, name_of(task.step), {}, replicas)
-        bound_s = self.world.timeout_s if self.timeout_s is None else self.timeout_s
-        try:
-            rows = self.world.run(task.by.check_on_rank, order, bound_s, ranks=ranks, timeout_s=self.timeout_s)
-        except RankFailed as failure:
-            return _failure_verdict(title, failure)
-        laws = tuple(law for law in rows[0].laws if law.name not in UPDATED)  # the optimizer is not known
-        return replace(rows[0], config=title, laws=laws)
-
-    def _validate(self, task: Task, replicas: Replicas) -> Verdict:
-        if isinstance(task, LinkedTask):
-            return self._validate_linked(task, replicas)
-        title, first = _title(task, replicas), task.operation(0)
-        model = first.build(self.world.device)
+    def _validate(self, title: str, task: Task, replicas: Replicas) -> Verdict:
+        """Judge ``task``. Raises ``RankFailed``."""
+        ranks, bound_s, device = len(replicas.of), self.timeout_s, self.world.device
+        contract = replace(task.contract, outputs=None)  # ranks need no outputs=
+        order = RankOrder(task.step, task.reference, task.microbatches, contract, name_of(task.step), {}, replicas)
+        if isinstance(task.by, Expectation):
+            longest = self.world.timeout_s if bound_s is None else bound_s
+            judged = self.world.run(task.by.check_on_rank, order, longest, ranks=ranks, timeout_s=bound_s)[0]
+            laws = tuple(law for law in judged.laws if law.name not in UPDATED)  # the optimizer is not known
+            return replace(judged, config=title, laws=laws)
+        first = task.operation(0)
+        model = first.build(device)
         task.check_routers(model)
-        known = contents(model)
-        second, ahead = SecondModel(first, self.world.device, model), ReferenceRun(first, model, replicas)
-        updates = task.optimizer is not None or bool(task.contract.operations)
-        name, contract = name_of(task.step), replace(task.contract, outputs=None)  # ranks need no outputs=
-        order = RankOrder(task.step, task.reference, task.microbatches, contract, name, known, replicas, updates)
-        made, failure = self._run_ranks(order, chain(second, ahead))
+        known, updates = contents(model), task.optimizer is not None or bool(task.contract.operations)
+        order = replace(order, known=known, updates=updates)
+        second, ahead = SecondModel(first, device, model), ReferenceRun(first, model, replicas)
+        failure, rows = None, []
+        try:
+            rows = self.world.run(run_step, order, ranks=ranks, timeout_s=bound_s, meanwhile=chain(second, ahead))
+        except RankFailed as error:
+            failure = error
         if second.other_weights:
             return random_reference(title, task, second.other_weights)
         if failure is not None:
-            return _failure_verdict(title, failure)
+            raise failure
+        made = [list(operation) for operation in zip(*rows, strict=True)]
+        for operation in made:  # attach senders to received messages
+            sent = {message: what for one in operation for message, what in one.sent.items()}
+            for call in (call for one in operation for part in one.parts for call in part.calls or ()):
+                call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
         shared = [replicas.of_as_many(count) for count in task.counts]
         joined = with_late_weights([join_parts(one, by, known) for one, by in zip(made, shared, strict=True)])
-        repeated = partial(first.repeated_parameters, self.world.device)
-        found = Assembled(model, known, joined[0], replicas, repeated, name=task.plan[0])
+        found = Assembled(
+            model,
+            known,
+            joined[0],
+            replicas,
+            lambda: repeated_parameters(first.build(device), ahead.batches[0], first.loss.function),
+            name=task.contract.plan[0],
+        )
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return undecided_verdict(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made[0], digests(task.microbatches)):
             return undecided_verdict(title, other)
         run = ahead.settle(found.owner, watched=found.watched)
-        begun = OperationRun(first, found, run, accumulation_of(made[0], replicas))
-        course = Course(title, task, second, (begun,)).through(joined)
-        return course.conclude(judge(course))
-
-    def _run_ranks(
-        self, order: RankOrder, meanwhile: Iterable[object]
-    ) -> tuple[list[list[RankMade]], RankFailed | None]:
-        """Return the ranks' results by operation, or their failure."""
-        ranks = len(order.replicas.of)
-        try:
-            rows = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
-        except RankFailed as failure:
-            return [], failure
-        made = [list(operation) for operation in zip(*rows, strict=True)]
-        for operation in made:
-            _join_messages(operation)
-        return made, None
-
-
-def _join_messages(made: Sequence[RankMade]) -> None:
-    """Attach senders to received messages."""
-    sent = {message: what for one in made for message, what in one.sent.items()}
-    for call in (call for one in made for part in one.parts for call in part.calls or ()):
-        call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
+        adds = next((one.accumulation for one in made[0] if one.accumulation is not None), None)
+        adds = PLAIN if adds is None else replace(adds, shares=replicas.each)  # as ranks declare it
+        course = Course(title, task, second, (OperationRun(first, found, run, adds),)).through(joined)
+        verdict = judge(course)
+        if course.raised is not None and verdict.outcome == "pass":
+            raise course.raised
+        return verdict
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
@@ -237,31 +233,6 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
     return ""
 
 
-def accumulation_of(made: Sequence[RankMade], replicas: Replicas) -> Accumulation:
-    """Return the ranks' declared accumulation, with each replica's share first."""
-    declared = next((one.accumulation for one in made if one.accumulation is not None), None)
-    return PLAIN if declared is None else replace(declared, shares=replicas.each)
-
-
-def _failure_verdict(title: str, failure: RankFailed) -> Verdict:
-    """Return the verdict for failed ranks."""
-    if isinstance(failure.cause, HandBackError | NamesError):
-        return undecided_verdict(title, f"rank {failure.culprit}: {failure.cause}", reasons_of(*failure.cause.args))
-    return of_failure(Verdict(title, "unknown", "none", ()), failure)
-
-
-def _title(task: Task, replicas: Replicas) -> str:
-    return task.title(len(replicas.of)) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
-
-
-def _stop_verdict(title: str, error: Exception) -> Verdict:
-    """Return the verdict for an error that prevented judging, such as a failing reference."""
-    blank, explained = Verdict(title, "unknown", "none", ()), isinstance(error, _EXPLAINED)
-    cause = error.__cause__ if explained and isinstance(error.__cause__, Exception) else error
-    verdict = blank.before_its_end(Crash.of(cause))
-    return replace(verdict, stopped="", headline=str(error)) if explained else verdict
-
-
 def _rerun(world: World, case: str = "") -> str:
     """Return the command to repeat this run; a simulated run's decision and a campaign's ``case`` come along."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
@@ -274,54 +245,21 @@ def _rerun(world: World, case: str = "") -> str:
     return "  # ".join([shlex.join(["python", *sys.argv]), *([", ".join(notes)] if notes else [])])
 
 
-def validate(
-    step: Step,
-    *,
-    reference: Callable[[], nn.Module] | Expectation,
-    microbatches: Sequence[Any],
-    ranks: int | Sequence[int] | Mapping[str, int],
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-    optimizer: MakesOptimizer | None = None,
-    contract: Contract = DEFAULTS,
-    timeout_s: float | None = None,
-    world: str = REAL,
-    **words: Any,
-) -> Verdict:
-    """Like ``WhiteBox.validate``, in a world opened for this call.
+def validate(step: Step, *, world: str = REAL, **given: Any) -> Verdict:
+    """As ``WhiteBox.validate``, with its arguments, in a world opened for this call.
 
     ``world``: ``real``, or ``simulated``, which finds races and hangs that real ranks show once in a thousand runs: one
     interleaving, with gloo's rules. For others, or all, pass your own ``SimulatedWorld`` to ``WhiteBox``.
     """
     with open_world(world) as place:
-        return WhiteBox(place).validate(
-            step,
-            reference=reference,
-            microbatches=microbatches,
-            ranks=ranks,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            contract=contract.with_words(words),
-            timeout_s=timeout_s,
-        )
+        return WhiteBox(place).validate(step, **given)
 
 
-def fuzz(
-    step: Step,
-    *,
-    reference: Callable[..., nn.Module] | Expectation,
-    data: Callable[[int, int, Generator], Any],
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-    optimizer: MakesOptimizer | None = None,
-    contract: Contract | Callable[[Sequence[Any]], Contract] = DEFAULTS,
-    world: str | World = REAL,
-    **words: Any,
-) -> "FuzzResult":
-    """As ``WhiteBox.fuzz``, on a world that lasts as long as this call; ``words`` are those of the campaign.
+def fuzz(step: Step, *, world: str | World = REAL, **given: Any) -> "FuzzResult":
+    """As ``WhiteBox.fuzz``, with its arguments, on a world that lasts as long as this call.
 
     ``world``: ``real``, or ``simulated``: who is next and when messages move is then drawn with each case. Or a
     ``SimulatedWorld`` of one's own, with the seed of a replay line, say.
     """
     with open_world(world) if isinstance(world, str) else nullcontext(world) as place:
-        return WhiteBox(place).fuzz(
-            step, reference=reference, data=data, loss_fn=loss_fn, optimizer=optimizer, contract=contract, **words
-        )
+        return WhiteBox(place).fuzz(step, **given)

@@ -8,7 +8,7 @@ _ADAPTERS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "t
 GIVEN: Mapping[str, Mapping[str, str]] = {
     "adapters": {name: f"pipeproof.wings.adapters.{name}" for name in _ADAPTERS},
     "expectations": {"composed": "pipeproof.wings.composed:StageByStage"},
-    "faulty_steps": {"mutate": "pipeproof.wings.mutate:FaultyStep"},
+    "faulty_steps": {"mutate": "pipeproof.wings.mutate:PlantedStep"},
     "faults": {"specimens": "pipeproof.wings.specimens:CATALOGUE"},
     "whitebox": {name: f"pipeproof.wings.mutate:{name}" for name in ("LetPass", "Mutated", "mutate", "under_test")},
     "worlds": {"simulated": "pipeproof.wings.simulated:SimulatedWorld"},

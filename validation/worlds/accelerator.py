@@ -27,10 +27,15 @@ class DeviceError(ValueError):
 
 def refusal(kind: str) -> str:
     """Return why ``kind`` cannot be a ranks' device type; empty if it can."""
-    if kind in COMMON or _is_known_to_torch(kind):
+    if kind in COMMON:
         return ""
     if ":" in kind and not refusal(kind.partition(":")[0]):
         return f"device {kind!r} has a number: expected a type alone, such as {kind.partition(':')[0]}"
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    if kind in (torch._C._get_privateuse1_backend_name(), current and current.type):
+        return ""
     return f"unknown device {kind!r}: torch names {', '.join(COMMON)}, and those of its extensions"
 
 
@@ -39,14 +44,6 @@ def parse_device(text: str) -> str:
     if text != AUTO and (why := refusal(text)):
         raise argparse.ArgumentTypeError(why)
     return text
-
-
-def _is_known_to_torch(kind: str) -> bool:
-    """True for torch's accelerator, or an extension's registered name."""
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    return kind == torch._C._get_privateuse1_backend_name() or (current is not None and kind == current.type)
 
 
 def split(device: str) -> tuple[str, int | None]:

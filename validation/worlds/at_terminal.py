@@ -4,8 +4,6 @@ import fcntl
 import io
 import pdb
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -60,7 +58,14 @@ def settle(rank: int, folder: str) -> None:
             setattr(sys, name, RankStream(getattr(sys, name), f"[rank {rank}] "))
 
     def stop(*_: Any, **__: Any) -> None:
-        _debugger(rank, folder).set_trace(sys._getframe(1))
+        try:
+            debugger = _Debugger(rank, folder, open(_TERMINAL), open(_TERMINAL, "w"))
+        except OSError:
+            raise RuntimeError(
+                f"a breakpoint on rank {rank}, and no terminal here to ask at: run this test alone, by pytest in a "
+                "terminal, neither under torchrun nor in the background"
+            ) from None
+        debugger.set_trace(sys._getframe(1))
 
     pdb.set_trace = stop
     sys.breakpointhook = sys.__breakpointhook__  # the user's chosen debugger, or pdb.set_trace
@@ -73,16 +78,6 @@ def finish_lines() -> None:
             stream.finish()
 
 
-def _debugger(rank: int, folder: str) -> "_Debugger":
-    try:
-        return _Debugger(rank, folder, open(_TERMINAL), open(_TERMINAL, "w"))
-    except OSError:
-        raise RuntimeError(
-            f"a breakpoint on rank {rank}, and no terminal here to ask at: run this test alone, by pytest in a "
-            "terminal, neither under torchrun nor in the background"
-        ) from None
-
-
 class _Debugger(pdb.Pdb):
     """Python's debugger at the terminal, one rank at a time."""
 
@@ -93,11 +88,6 @@ class _Debugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, *more: Any) -> None:
         """Run pdb's interaction in turn."""
-        with self._turn():
-            super().interaction(frame, *more)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
         with debugging(self._folder).open("w") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
-            yield
+            super().interaction(frame, *more)

@@ -127,13 +127,21 @@ def fork_server() -> Iterator[None]:
     The caller's script stays hidden: jobs travel by value, so workers need not rerun it, which would import pytest or
     trap scripts without a ``__main__`` guard. One thread each: ranks share the machine.
     """
-    CONTEXT.set_forkserver_preload(_preload_modules())
+    # Optimizers import torch._dynamo, which takes longer than all else. Under torchrun a server has one worker, which
+    # can import it on demand.
+    more = [name for name in ("pytest",) if name in sys.modules] + ["torch._dynamo"] * (not under_torchrun())
+    CONTEXT.set_forkserver_preload(["pipeproof.worlds.preload", *more])
     script, own = sys.modules["__main__"], {"OMP_NUM_THREADS": "1", **FORKED_LATER}
     before = {name: os.environ.get(name) for name in own}
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ.update(own)
     try:
-        _ensure_running()
+        resource_tracker.ensure_running()  # the server would start it too, and undo the mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process to decide on
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
     finally:
         sys.modules["__main__"] = script
@@ -142,23 +150,3 @@ def fork_server() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = text
-
-
-def _preload_modules() -> list[str]:
-    """Return modules to import for all workers.
-
-    Optimizers import torch._dynamo, which takes longer than all else. Under torchrun a server has one worker, which can
-    import it on demand.
-    """
-    pytest = ["pytest"] if "pytest" in sys.modules else []
-    return ["pipeproof.worlds.preload", *pytest, *([] if under_torchrun() else ["torch._dynamo"])]
-
-
-def _ensure_running() -> None:
-    """Start the server if absent, shielded from Ctrl-C: this process decides on it."""
-    resource_tracker.ensure_running()  # the server would start it too, and undo the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

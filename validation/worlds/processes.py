@@ -58,8 +58,12 @@ class WorkerHandle:
                 assert isinstance(answer, RankReport), f"a worker sends reports, not {type(answer)}"
                 return answer
         self._process.join(ANSWER_S)
-        last = f"{self._last_words()}{self._signal_stack()}"
-        return RankReport(self.seat.rank, Ending.DIED, self._death(), last, at_s=time.time())
+        words = _text(self.seat.output).splitlines(keepends=True)[-_LAST_LINES:]
+        last, status = "".join([*words, _text(self.seat.stacks)]), self._process.exitcode
+        death = "broke off its connection" if status is None else f"exited with status {status}"
+        if status is not None and status < 0:
+            death = f"was killed by {signal.Signals(-status).name}"
+        return RankReport(self.seat.rank, Ending.DIED, death, last, at_s=time.time())
 
     def ask(self) -> None:
         """Request position and wait; read the reply by ``testimony``."""
@@ -78,7 +82,7 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(GRACE_S)
-        observed = f"busy in native code\n{self._signal_stack()}"
+        observed = f"busy in native code\n{_text(self.seat.stacks)}"
         return RankReport(self.seat.rank, Ending.STOPPED, traceback=observed)
 
     def kill(self) -> None:
@@ -92,19 +96,6 @@ class WorkerHandle:
         self._questions.close()
         with contextlib.suppress(ValueError):  # still in the kernel: nothing more can be done
             self._process.close()
-
-    def _death(self) -> str:
-        status = self._process.exitcode
-        if status is None:
-            return "broke off its connection"
-        return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
-
-    def _signal_stack(self) -> str:
-        return _text(self.seat.stacks)
-
-    def _last_words(self) -> str:
-        """Return a silent rank's last output."""
-        return "".join(_text(self.seat.output).splitlines(keepends=True)[-_LAST_LINES:])
 
 
 def _text(path: Path) -> str:
@@ -143,7 +134,10 @@ class Processes:
         del label
         pool = self._pools.get(ranks)
         if pool is None or not pool.alive:
-            pool = self._pools[ranks] = Pool(self._seats(ranks))
+            folder = tempfile.mkdtemp(prefix="pipeproof-")
+            here = self._device, f"file://{folder}/store", folder, loopback()
+            seats = [Seat(rank, ranks, rank, ranks, *here, silent=self._silent) for rank in range(ranks)]
+            pool = self._pools[ranks] = Pool(seats)
         # Device memory belongs to busy ranks alone.
         answers = pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == CPU else ())
         if self._most_groups is not None and max(answer.groups for answer in answers) > self._most_groups:
@@ -155,23 +149,6 @@ class Processes:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-    def _seats(self, ranks: int) -> list[Seat]:
-        folder = tempfile.mkdtemp(prefix="pipeproof-")
-        return [
-            Seat(
-                rank=rank,
-                ranks=ranks,
-                local_rank=rank,
-                local_ranks=ranks,
-                device=self._device,
-                store=f"file://{folder}/store",
-                folder=folder,
-                environment=loopback(),
-                silent=self._silent,
-            )
-            for rank in range(ranks)
-        ]
 
 
 _NOTHING = object()  # marks exhausted caller work
@@ -254,21 +231,16 @@ class Pool:
             if graces_s:
                 failing = True
                 deadline_s = min(deadline_s, time.monotonic() + min(graces_s))
-        answers |= _examine(pending, "" if failing else f"did not {aim} within {bound_s:g} s")
+        for worker in pending:
+            worker.ask()
+        deadline_s = time.monotonic() + ANSWER_S
+        ending, complaint = Ending.STUCK, f"did not {aim} within {bound_s:g} s"
+        if failing:
+            ending, complaint = Ending.STOPPED, ""
+        for worker in pending:
+            where = worker.testimony(deadline_s)
+            answers[worker] = replace(where, ending=ending, message=complaint, at_s=time.time())
         return [answers[worker] for worker in self._workers]
-
-
-def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHandle, RankReport]:
-    """Return each unfinished worker's position and wait. Without ``complaint`` it was merely stopped."""
-    for worker in workers:
-        worker.ask()
-    deadline_s = time.monotonic() + ANSWER_S
-    answers = {}
-    for worker in workers:
-        ending = Ending.STUCK if complaint else Ending.STOPPED
-        reply = worker.testimony(deadline_s)
-        answers[worker] = replace(reply, ending=ending, message=complaint, at_s=time.time())
-    return answers
 
 
 def _end(workers: Sequence[WorkerHandle], folder: str) -> None:

@@ -142,16 +142,12 @@ class Watch:
         rank = self._side.rank
         while not self._stopped.wait(GRACE_S):
             if self._side.has(f"stack wanted/{rank}"):
-                self._side.put(f"stack/{rank}", _stack(self._watched).encode())
+                frames = traceback.extract_stack(sys._current_frames()[self._watched])
+                pytests = [k for k, one in enumerate(frames) if "_pytest" in one.filename or "pluggy" in one.filename]
+                own = frames[pytests[-1] + 1 :] if pytests else []
+                self._side.put(f"stack/{rank}", "".join(traceback.format_list(own or frames)).encode())
                 self._side.wait_for("over", LAUNCHER_S)
                 os._exit(STUCK_STATUS)  # the watched thread may be stuck beyond any other end
-
-
-def _stack(thread: int) -> str:
-    frames = traceback.extract_stack(sys._current_frames()[thread])
-    pytests = [index for index, frame in enumerate(frames) if "_pytest" in frame.filename or "pluggy" in frame.filename]
-    own = frames[pytests[-1] + 1 :] if pytests else []
-    return "".join(traceback.format_list(own or frames))
 
 
 def stacks(side: SideStore, ranks: Collection[int]) -> dict[int, str]:
@@ -218,11 +214,18 @@ class RanksTogether:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionstart(self) -> Generator[None]:
         """Silence ranks above 0, derandomize hypothesis, and shield rank 0 from torchrun's end."""
-        _derandomize()
+        from hypothesis import settings
+
+        # Equal examples on all ranks; the active profile keeps other settings.
+        settings.register_profile("torchrun", parent=settings(), derandomize=True, database=None, deadline=None)
+        settings.load_profile("torchrun")
         if self._rank == 0:
             signal.signal(signal.SIGTERM, self._end_early)
         else:
-            _silence(self._config)
+            self._config.get_terminal_writer()._file = open(os.devnull, "w")
+            cache = getattr(self._config, "cache", None)  # absent with -p no:cacheprovider
+            if cache is not None:
+                cache.set = lambda key, value: None
         return (yield)
 
     def pytest_report_header(self) -> str:
@@ -274,12 +277,20 @@ class RanksTogether:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Merge each phase's reports over all ranks, so that all continue alike."""
         report = yield
-        if self._lost:
+        if self._lost or (self._in_call and not self._parts_agree):
             return report
-        if not self._in_call:
-            self._agree_on_phase(item, report)
-        elif self._parts_agree:
-            self._agree_on_part(item, report)
+        phase, at = Phase.of(report), {"bound_s": self._bound_s}
+        try:
+            if self._in_call:
+                phases = self._side.gather(phase, what=f"a subtest of {item.nodeid}", **at)
+            else:
+                phases = self._side.end_scope(phase, what=f"the end of {report.when} of {item.nodeid}", **at)
+        except RanksAbsent as absent:
+            self._parts_agree = False  # the call's end will show which rank left it, and why
+            if not self._in_call:
+                self._give_up(item, report, phase, absent)
+        else:
+            settle(report, phases, rank=self._rank)
         return report
 
     def pytest_internalerror(self, excrepr: object) -> None:
@@ -314,23 +325,6 @@ class RanksTogether:
     def _is_elsewhere(self, item: pytest.Item) -> bool:
         return self._rank != 0 and item.get_closest_marker("pipeproof_one_rank") is not None
 
-    def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"
-        try:
-            phases = self._side.end_scope(phase, what=what, bound_s=self._bound_s)
-        except RanksAbsent as absent:
-            self._give_up(item, report, phase, absent)
-        else:
-            settle(report, phases, rank=self._rank)
-
-    def _agree_on_part(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        try:
-            phases = self._side.gather(Phase.of(report), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
-        except RanksAbsent:
-            self._parts_agree = False  # the call's end will show which rank left it, and why
-        else:
-            settle(report, phases, rank=self._rank)
-
     def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
         self._lost = str(absent)
         item.session.shouldstop = self._lost.partition("\n")[0]  # the test's report has the rest
@@ -357,23 +351,3 @@ class RanksTogether:
         self._side.hurry("before torchrun ended the session")
         if self._in_call:
             pytest.fail("torchrun ended the session, as the process of another rank has ended", pytrace=False)
-
-
-def _derandomize() -> None:
-    """Draw equal hypothesis examples on all ranks; the active profile keeps other settings."""
-    from hypothesis import settings
-
-    settings.register_profile("torchrun", parent=settings(), derandomize=True, database=None, deadline=None)
-    settings.load_profile("torchrun")
-
-
-def _silence(config: pytest.Config) -> None:
-    """Redirect this rank's pytest away from terminal and cache."""
-    config.get_terminal_writer()._file = open(os.devnull, "w")
-    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
-    if cache is not None:
-        cache.set = _forget
-
-
-def _forget(key: str, value: object) -> None:
-    """Replace cache writes."""

@@ -16,19 +16,19 @@ def find_circles(waits: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
 
     ``waits``: for each rank, possible ranks it waits for. Every chain of waits ends in one of these groups.
     """
-    ends = {rank: _reach(rank, waits) for rank in {*waits, *(peer for peers in waits.values() for peer in peers)}}
+
+    def reach(rank: int) -> set[int]:
+        """Return ``rank`` and all ranks it waits for, directly or indirectly."""
+        found, left = {rank}, [rank]
+        while left:
+            new = set(waits.get(left.pop(), ())) - found
+            found |= new
+            left += new
+        return found
+
+    ends = {rank: reach(rank) for rank in {*waits, *(peer for peers in waits.values() for peer in peers)}}
     groups = {tuple(sorted(reached)) for rank, reached in ends.items() if all(rank in ends[one] for one in reached)}
     return sorted(groups)
-
-
-def _reach(rank: int, waits: Mapping[int, Collection[int]]) -> set[int]:
-    """Return ``rank`` and all ranks it waits for, directly or indirectly."""
-    found, left = {rank}, [rank]
-    while left:
-        new = set(waits.get(left.pop(), ())) - found
-        found |= new
-        left += new
-    return found
 
 
 # Messages about another rank's loss: true, but never the cause.
@@ -53,6 +53,10 @@ class Ending(StrEnum):
     ABSENT = "absent"  # it never joined the run
     STUCK = "stuck"  # unfinished at the bound
     STOPPED = "stopped"  # unfinished when another rank failed
+
+
+_BLAME = {Ending.DIED: 0, Ending.SKIPPED: 0, Ending.RAISED: 0, Ending.ABSENT: 1, Ending.STUCK: 2}
+_BLAME |= {Ending.STOPPED: 5, Ending.FINISHED: 6}  # the least is to blame
 
 
 @dataclass(frozen=True)
@@ -133,20 +137,10 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
         return blocking[0][0]
 
     def blame(report: RankReport) -> tuple[int, float, int]:
-        match report.ending:
-            case Ending.DIED | Ending.SKIPPED:
-                level = 0
-            case Ending.RAISED:
-                level = 4 if report.secondary else 0
-            case Ending.ABSENT:
-                level = 1
-            case Ending.STUCK:  # an endless computation outranks waits for it
-                level = 3 if report.waiting else 2
-            case Ending.STOPPED:
-                level = 5
-            case Ending.FINISHED:
-                level = 6
-        return level, 0.0 if report.ending is Ending.STUCK else report.at_s, report.rank
+        stuck = report.ending is Ending.STUCK
+        level = 4 if report.secondary else _BLAME[report.ending]
+        level += stuck and bool(report.waiting)  # an endless computation outranks waits for it
+        return level, 0.0 if stuck else report.at_s, report.rank
 
     return min(reports, key=blame).rank
 
@@ -174,26 +168,25 @@ def _peers(report: RankReport, reports: Sequence[RankReport]) -> tuple[int, ...]
 
 def headline(reports: Sequence[RankReport]) -> str:
     """Summarize in one sentence: the culprit's act, or a circular wait."""
-    if blocking := _blocking(reports):
-        more = [f"{len(blocking) - _SHOWN} more such groups"] if len(blocking) > _SHOWN else []
-        return "; ".join([*(_describe_blocks(one, reports) for one in blocking[:_SHOWN]), *more])
-    culprit = next(report for report in reports if report.rank == culprit_of(reports))
-    return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
-
-
-def _describe_blocks(blocking: Sequence[int], reports: Sequence[RankReport]) -> str:
-    """Describe waits for these ranks, and why they persist."""
-    by_rank = {report.rank: report for report in reports}
-    if len(blocking) > 1:
-        waits = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in blocking[:_SHOWN])
-        more = f", and {len(blocking) - _SHOWN} more" if len(blocking) > _SHOWN else ""
-        *some, last = map(str, blocking)
-        return f"ranks {', '.join(some)} and {last} wait for each other: {waits}{more}"
-    (ended,) = blocking
-    waiting = [one for one in reports if one.ending is Ending.STUCK and ended in _peers(one, reports)]
-    waits = "; ".join(f"rank {one.rank} waits for {one.awaited}" for one in waiting[:_SHOWN])
-    more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
-    return f"rank {ended} has returned while others wait for it: {waits}{more}"
+    blocking, by_rank = _blocking(reports), {report.rank: report for report in reports}
+    if not blocking:
+        culprit = by_rank[culprit_of(reports)]
+        return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
+    groups = []
+    for group in blocking[:_SHOWN]:
+        *some, last = map(str, group)
+        if some:
+            waits = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in group[:_SHOWN])
+            more = f", and {len(group) - _SHOWN} more" if len(group) > _SHOWN else ""
+            groups.append(f"ranks {', '.join(some)} and {last} wait for each other: {waits}{more}")
+            continue
+        waiting = [one for one in reports if one.ending is Ending.STUCK and group[0] in _peers(one, reports)]
+        waits = "; ".join(f"rank {one.rank} waits for {one.awaited}" for one in waiting[:_SHOWN])
+        more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
+        groups.append(f"rank {last} has returned while others wait for it: {waits}{more}")
+    if len(blocking) > _SHOWN:
+        groups.append(f"{len(blocking) - _SHOWN} more such groups")
+    return "; ".join(groups)
 
 
 def describe(reports: Sequence[RankReport]) -> str:
@@ -213,11 +206,8 @@ def summarise(reports: Sequence[RankReport]) -> tuple[Stack, tuple[str, ...]]:
     if culprit.ending is not Ending.STUCK:
         return culprit.stack, tuple(heading for heading, _ in _story(reports)[1:])
     every = sorted(reports, key=lambda report: report.rank != culprit.rank)
-    return (), tuple(f"{replace(one, progress='').line()}{_at(one)}" for one in every)
-
-
-def _at(report: RankReport) -> str:
-    return f", at {report.stack[0].place}" if report.stack else ""
+    places = [f", at {one.stack[0].place}" if one.stack else "" for one in every]
+    return (), tuple(f"{replace(one, progress='').line()}{at}" for one, at in zip(every, places, strict=True))
 
 
 def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:

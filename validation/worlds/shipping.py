@@ -54,7 +54,9 @@ def unshippable(value: object) -> str:
     for function in _functions(value):
         used = inspect.getclosurevars(function)
         for name, one in {**used.globals, **used.nonlocals}.items():
-            if not isinstance(one, FunctionType) and not _packs(one):
+            try:
+                pack(None if isinstance(one, FunctionType) else one)
+            except Exception:  # any type: each object refuses in its own way
                 kind = type(one).__qualname__
                 return f"; {function.__name__} uses {name}, a {kind}, which cannot leave this process: make it in there"
     return ""
@@ -73,14 +75,6 @@ def _functions(value: object, depth: int = 4) -> Iterator[FunctionType]:
         parts += vars(value).values()
     for part in parts if depth else ():
         yield from _functions(part, depth - 1)
-
-
-def _packs(value: object) -> bool:
-    try:
-        pack(value)
-    except Exception:  # any type: each object refuses in its own way
-        return False
-    return True
 
 
 class _Packer(Pickler):  # type: ignore[misc]  # cloudpickle has no types

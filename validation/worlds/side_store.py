@@ -151,9 +151,13 @@ class SideStore:
         deadline_s, pause_s = time.monotonic() + bound_s, LOOK_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
-            if absent := self._absent(keys, late):
+            missing = {}
+            for rank, key in enumerate(keys):
+                reason = self._departure(rank) or late  # before its key, as a rank may come and then go
+                if reason and not self.has(key):
+                    missing[rank] = f"did not come to {what} {reason}"
+            if missing:
                 self.put(f"{name}/given up", b"")
-                missing = {rank: f"did not come to {what} {reason}" for rank, reason in absent.items()}
                 raise RanksAbsent(missing, late=bool(late) and not self._hurry)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
@@ -167,15 +171,6 @@ class SideStore:
             came_to = gathered[0][0]
             raise RanksAbsent({rank: f"did not come to {came_to}, but to {theirs}" for rank, theirs in meant.items()})
         return [unpack(data) for _, data in gathered]
-
-    def _absent(self, keys: Sequence[str], late: str) -> dict[int, str]:
-        """Return known reasons for absent ranks; ``late``: the fallback reason."""
-        absent = {}
-        for rank, key in enumerate(keys):
-            reason = self._departure(rank) or late  # before its key, as a rank may come and then go
-            if reason and not self.has(key):
-                absent[rank] = reason
-        return absent
 
     def _departure(self, rank: int) -> str:
         if (reason := self.get(f"left/{rank}")) is not None:

@@ -1,7 +1,7 @@
 """Deadlocks: find messages that never came although their sender went on."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
@@ -30,46 +30,41 @@ class Lost:
 def find_lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None:
     """Return the first lost message along the data flow. None if waits show none."""
     waits = {report.rank: wait for report in reports if (wait := _wait(report)) is not None}
-    return min(_find_lost(program, waits), default=None, key=lambda one: _along(one.receive))
+    lost = list[Lost]()
+    for rank, (receive, sender) in waits.items():
+        forward, row = receive.kind is Kind.RECV_F, list(program.ranks[sender])
+        kind, stage = (Kind.SEND_F, receive.stage - 1) if forward else (Kind.SEND_B, receive.stage + 1)
+        send = Action(stage, kind, receive.microbatch)
+        if sender in waits and send in row:
+            stopped = _consumer(waits[sender][0], row)
+            if stopped is not None and row.index(send) < stopped:
+                lost.append(Lost(rank, receive, sender, send, row.index(send)))
+    return min(lost, default=None, key=lambda one: _along(one.receive))
 
 
 def waiting_in(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
     """Rewrite ``reports`` for readers of a hang: awaited messages, and sends completed."""
-    return [_waiting(program, report) for report in reports]
-
-
-def _waiting(program: Program, report: RankReport) -> RankReport:
-    wait = _wait(report)
-    if wait is None or report.rank >= len(program.ranks):
-        return report
-    (receive, peer), row = wait, list(program.ranks[report.rank])
-    stopped, sends = _consumer(receive, row), [k for k, one in enumerate(row) if one.kind in (Kind.SEND_F, Kind.SEND_B)]
-    sent = "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
-    if report.ending is Ending.RAISED:  # a transport's timeout message adds nothing
-        wait_text, ending = f"{receive} with rank {peer}", Ending.STUCK
-        report = replace(report, ending=ending, message="gave up", traceback="", waiting=wait_text, peers=(peer,))
-    return replace(report, progress=sent)
+    found = []
+    for report in reports:
+        wait = _wait(report)
+        if wait is None or report.rank >= len(program.ranks):
+            found.append(report)
+            continue
+        (receive, peer), row = wait, list(program.ranks[report.rank])
+        stopped = _consumer(receive, row)
+        sends = [k for k, one in enumerate(row) if one.kind in (Kind.SEND_F, Kind.SEND_B)]
+        sent = "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
+        if report.ending is Ending.RAISED:  # a transport's timeout message adds nothing
+            text, ending = f"{receive} with rank {peer}", Ending.STUCK
+            report = replace(report, ending=ending, message="gave up", traceback="", waiting=text, peers=(peer,))
+        found.append(replace(report, progress=sent))
+    return found
 
 
 def _wait(report: RankReport) -> tuple[Action, int] | None:
     """Return the receive that a rank awaits, and its peer."""
     found = _WAITED.search(report.waiting or "") or _WAITED.search(report.message.partition("\n")[0])
     return None if found is None else (Action.parse(found["action"]), int(found["peer"]))
-
-
-def _find_lost(program: Program, waits: Mapping[int, tuple[Action, int]]) -> Iterator[Lost]:
-    for rank, (receive, sender) in waits.items():
-        send, row = _send_of(receive), list(program.ranks[sender])
-        if sender in waits and send in row:
-            stopped = _consumer(waits[sender][0], row)
-            if stopped is not None and row.index(send) < stopped:
-                yield Lost(rank, receive, sender, send, row.index(send))
-
-
-def _send_of(receive: Action) -> Action:
-    if receive.kind is Kind.RECV_F:
-        return Action(receive.stage - 1, Kind.SEND_F, receive.microbatch)
-    return Action(receive.stage + 1, Kind.SEND_B, receive.microbatch)
 
 
 def _consumer(receive: Action, row: Sequence[Action]) -> int | None:

@@ -1,7 +1,6 @@
 """Bounds for waits, in seconds."""
 
 import argparse
-import math
 
 MOST_SECONDS = 1e6
 BUDGET = 100  # runs spent on reducing a failure
@@ -15,7 +14,8 @@ _WANTED = f"expected seconds above 0, and at most {MOST_SECONDS:g}"
 
 def seconds(timeout_s: float) -> float:
     """Return a valid ``timeout_s``. Raises ``ValueError`` for others."""
-    if not _can_be(timeout_s):
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= MOST_SECONDS:
         raise ValueError(f"timeout_s is {timeout_s!r}: {_WANTED}")
     return timeout_s
 
@@ -23,14 +23,6 @@ def seconds(timeout_s: float) -> float:
 def parse_seconds(text: str) -> float:
     """Parse a timeout option. Raises argparse's error for users."""
     try:
-        found = float(text)
+        return seconds(float(text))
     except ValueError:
-        found = math.nan
-    if not _can_be(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: {_WANTED}")
-    return found
-
-
-def _can_be(timeout_s: float) -> bool:
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    return is_number and 0 < timeout_s <= MOST_SECONDS
+        raise argparse.ArgumentTypeError(f"{text!r}: {_WANTED}") from None

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pipeproof.pipeline.waiting import DEFAULT_TIMEOUT_S
 from pipeproof.worlds.launcher import Seat, loopback
@@ -11,14 +10,6 @@ from pipeproof.worlds.processes import Pool
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
 from pipeproof.worlds.side_store import RanksAbsent, side_store
 from pipeproof.worlds.timeout import LAUNCHER_S
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A rank's contribution to a run: its worker's group number, or 0, and the newest known number."""
-
-    group: int
-    newest_group: int
 
 
 class Torchrun:
@@ -73,31 +64,31 @@ class Torchrun:
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
         """Return this rank's worker, grouped with the others'. None for a rank beyond the run's size."""
         number, pool = self._pools.get(ranks, (0, None))
-        mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
-        arrivals: list[_Arrival] = self._side.gather(mine, what=what, bound_s=bound_s)
-        groups = {arrival.group for arrival in arrivals[:ranks]}
+        # Its worker's group number, or 0, and the newest known number.
+        mine = number if pool is not None and pool.alive else 0, Torchrun._newest_group
+        arrivals: list[tuple[int, int]] = self._side.gather(mine, what=what, bound_s=bound_s)
+        groups = {group for group, _ in arrivals[:ranks]}
         if len(groups) > 1 or groups == {0}:
             self._discard(ranks)
-            Torchrun._newest_group = number = 1 + max(arrival.newest_group for arrival in arrivals)
-            pool = Pool([self._seat(ranks, number)]) if self._side.rank < ranks else None
-            if pool is not None:
+            Torchrun._newest_group = number = 1 + max(newest for _, newest in arrivals)
+            pool = None
+            if (rank := self._side.rank) < ranks:
+                local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._side.ranks))
+                seat = Seat(
+                    rank=rank,
+                    ranks=ranks,
+                    local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+                    local_ranks=min(ranks, local_ranks),
+                    device=self._device,
+                    store=f"{self._side.address}/group-{number}",
+                    folder=tempfile.mkdtemp(prefix="pipeproof-"),
+                    environment=loopback() if local_ranks == self._side.ranks else {},
+                    silent=self._silent,
+                )
+                pool = Pool([seat])
                 self._pools[ranks] = number, pool
         return pool
 
     def _discard(self, ranks: int) -> None:
         if ranks in self._pools:
             self._pools.pop(ranks)[1].close()
-
-    def _seat(self, ranks: int, group: int) -> Seat:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._side.ranks))
-        return Seat(
-            rank=self._side.rank,
-            ranks=ranks,
-            local_rank=int(os.environ.get("LOCAL_RANK", self._side.rank)),
-            local_ranks=min(ranks, local_ranks),
-            device=self._device,
-            store=f"{self._side.address}/group-{group}",
-            folder=tempfile.mkdtemp(prefix="pipeproof-"),
-            environment=loopback() if local_ranks == self._side.ranks else {},
-            silent=self._silent,
-        )

@@ -1,5 +1,6 @@
 """Worker process for one rank: joins its group once, then runs jobs until its controller ends."""
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -87,23 +88,19 @@ def _join(seat: Seat) -> RankContext:
     place = accelerator.place_of(seat.device, seat.local_rank)
     accelerator.use(place)
     share_gloo_device()
-    backend = accelerator.backend_of(seat.device, seat.local_ranks)
-    dist.init_process_group(
-        backend, store=_open_store(seat.store), rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT
-    )
+    backend, url = accelerator.backend_of(seat.device, seat.local_ranks), urlsplit(seat.store)
+    store: Store
+    if url.scheme == "file":
+        store = FileStore(url.path)
+    else:
+        assert url.scheme == "tcp", f"a store is file:///path or tcp://host:port/prefix, not {seat.store}"
+        host, _, port = url.netloc.rpartition(":")
+        tcp = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT, wait_for_workers=False)
+        store = PrefixStore(url.path.strip("/"), tcp)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None, "init_process_group returned without a default group"
     return RankContext(seat.rank, seat.ranks, place, group)
-
-
-def _open_store(address: str) -> Store:
-    url = urlsplit(address)
-    if url.scheme == "file":
-        return FileStore(url.path)
-    assert url.scheme == "tcp", f"a store is file:///path or tcp://host:port/prefix, not {address}"
-    host, _, port = url.netloc.rpartition(":")
-    tcp = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT, wait_for_workers=False)
-    return PrefixStore(url.path.strip("/"), tcp)
 
 
 def obey(order: bytes, context: RankContext) -> object:
@@ -159,20 +156,15 @@ def _failure(rank: int, error: BaseException) -> RankReport:
     formatted = traceback.TracebackException(type(error), error, trace)
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     message = "".join(formatted.format_exception_only()).strip()
-    trace_text, payload = "".join(formatted.format()), _pack_cause(error)
+    trace_text, payload = "".join(formatted.format()), b""
+    with contextlib.suppress(Exception):  # it may hold something that cannot travel; its text is reported already
+        payload = pack(error) if isinstance(error, ValueError) else b""
     return RankReport(rank, Ending.RAISED, message, trace_text, at_s=now_s, payload=payload, stack=stack_of(innermost))
 
 
 def _is_ours(frame: FrameType) -> bool:
     """True for frames around user code, by pytest's own mark."""
     return frame.f_code.co_filename == __file__ or "__tracebackhide__" in frame.f_locals
-
-
-def _pack_cause(error: BaseException) -> bytes:
-    try:
-        return pack(error) if isinstance(error, ValueError) else b""
-    except Exception:  # the exception holds something that cannot travel; its text is reported already
-        return b""
 
 
 def _answer_questions(questions: Connection) -> NoReturn:
@@ -182,19 +174,13 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frame = sys._current_frames()[main]
-            waiting, peers = _wait(main, frame)
-            report = RankReport(-1, Ending.STOPPED, waiting=waiting, peers=peers, progress=progress())
+            own = waiting.current()
+            wait, peers = (None, None) if own else find_awaited(main) or _collective(frame) or (None, None)
+            report = RankReport(-1, Ending.STOPPED, waiting=own or wait, peers=peers, progress=progress())
             text = stack_text(traceback.extract_stack(frame))
             questions.send_bytes(pack(replace(report, traceback=text, stack=stack_of(frame))))  # -1: who asks knows
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be stuck
-
-
-def _wait(thread: int, frame: FrameType) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return a rank's wait and possible peers, from its ``thread``'s frame."""
-    if own := waiting.current():
-        return own, None
-    return find_awaited(thread) or _collective(frame) or (None, None)
 
 
 def stack_text(frames: Sequence[traceback.FrameSummary]) -> str:

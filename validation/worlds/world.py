@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from pipeproof.extensions import extension
 from pipeproof.worlds.accelerator import refusal, split
@@ -158,10 +159,16 @@ class World:
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
-        order = _order(job, args)
+        try:
+            order = pack((sys.path, FIRST, pack((job, args))))
+        except Exception as error:  # any type: each object refuses in its own way
+            reason = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
+            raise WorldError(reason + unshippable((job, *args))) from error
         if self._place is None:
             self._place = self._start_ranks()
-        return _results(self._place.run(order, label=_label(job), ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
+        named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial is unnamed
+        label = f"{named.__module__}.{named.__qualname__}"
+        return _results(self._place.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
     def _start_ranks(self) -> Place:
         if under_torchrun():
@@ -197,47 +204,22 @@ def open_world(kind: str, **options: Any) -> World:
     return make(**options)
 
 
-def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
-    """Pack a job. Raises ``WorldError`` for contents that cannot leave this process."""
-    try:
-        return pack((sys.path, FIRST, pack((job, arguments))))
-    except Exception as error:  # any type: each object refuses in its own way
-        reason = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
-        raise WorldError(reason + unshippable((job, *arguments))) from error
-
-
-def _label(job: Callable[..., object]) -> str:
-    named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial is unnamed
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def _results(answers: Sequence[RankReport]) -> list[Any]:
     __tracebackhide__ = True
-    if not any(answer.failed for answer in answers):
-        return [_result(answer) for answer in answers]
-    reports = [replace(answer, payload=b"") for answer in answers]  # the error's holder keeps no results
-    if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
-        _skip(reports[0].message)
-    raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
+    if any(answer.failed for answer in answers):
+        reports = [replace(answer, payload=b"") for answer in answers]  # the error's holder keeps no results
+        if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
+            import pytest  # a job that skips has imported it; a world outside tests does without
 
-
-def _result(answer: RankReport) -> object:
-    try:
-        return unpack(answer.payload)
-    except Exception as error:  # any type: unpacking runs the object's own code
-        raise WorldError(f"the result of rank {answer.rank} cannot be read here: {error!r}") from error
-
-
-def _cause(answer: RankReport) -> ValueError | None:
-    try:
-        cause = unpack(answer.payload) if answer.payload else None
-    except Exception:  # an exception whose constructor needs more than it stored; the report has its text
-        return None
-    return cause if isinstance(cause, ValueError) else None
-
-
-def _skip(reason: str) -> NoReturn:
-    __tracebackhide__ = True
-    import pytest  # a job that skips has imported it; a world outside tests does without
-
-    raise pytest.skip.Exception(reason, _use_item_location=True)
+            raise pytest.skip.Exception(reports[0].message, _use_item_location=True)
+        cause, packed = None, answers[culprit_of(reports)].payload
+        with suppress(Exception):  # its constructor may need more than it stored; the report has its text
+            cause = unpack(packed) if packed else None
+        raise RankFailed(reports, cause if isinstance(cause, ValueError) else None)
+    results = []
+    for answer in answers:
+        try:
+            results.append(unpack(answer.payload))
+        except Exception as error:  # any type: unpacking runs the object's own code
+            raise WorldError(f"the result of rank {answer.rank} cannot be read here: {error!r}") from error
+    return results

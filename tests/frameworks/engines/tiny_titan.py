@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.torch_pipelining import by_microbatches
 from pipeproof.wings.adapters import torchtitan as adapter
-from pipeproof.wings.adapters.framework import replace_attribute
 from tests.frameworks.engines.groups import groups_given_back
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
@@ -170,7 +170,7 @@ def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> Step
             own.load(own.step(), (), model)  # what a verdict is about begins here
             schedule = trainer.pp_schedule
             call = schedule.step if layout.whole_batch else partial(by_microbatches, schedule.step, schedule)
-            with replace_attribute(schedule, "step", call):  # as observed does
+            with mock.patch.object(schedule, "step", call):  # as observed does
                 train_step(layout, trainer, microbatches)
             for part in trainer.model_parts:
                 part.zero_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands import campaign
-from pipeproof.commands.campaign import Impossible, Setting, exit_status, validate_all
+from pipeproof.commands.campaign import Setting, exit_status, validate_all
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
@@ -75,15 +75,13 @@ def test_the_exit_status_is_that_of_the_worst() -> None:
     assert [exit_status(vs) for vs in ([passed], [passed, unknown], [unknown, failed], [])] == [0, 3, 1, 3]
 
 
-def test_too_small_a_world_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", ["validate --schedule 1f1b --model mlp", "fuzz --cases 1", "show 1f1b --run"])
+def test_too_small_a_world_is_a_sentence(line: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def small(*_: object, **__: object) -> None:
         raise NeedsMoreRanks(4, 2)
 
     monkeypatch.setattr("pipeproof.worlds.world.World.run", small)
-    with pytest.raises(Impossible, match=r"4 ranks.*ask for fewer with --ranks or --max-ranks"):
-        validate_all([SOUND], Setting("cpu"))
-    with pytest.raises(Impossible, match="4 ranks"):
-        fuzz_all(Setting("cpu"), Wish(1, 0, ("1f1b",), ("fp32",), 4))
+    typed.refused(line, "4 ranks, 2 here; start more ranks, or ask for fewer with --ranks or --max-ranks")
 
 
 def asked_at(number: int, *, answers: list[Verdict]) -> Callable[..., tuple[Verdict, None]]:

@@ -1,12 +1,17 @@
 """The command line as a user types it: results, exit statuses, and input that is refused in one sentence."""
 
+import argparse
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeproof.commands import cli
+from pipeproof.commands.option_parser import UsageError
 from pipeproof.pipeline.schedules import build
 from tests.support.golden import golden
 from tests.support.typed import Typed
@@ -237,3 +242,33 @@ def test_too_few_ranks_under_torchrun(torchrun: Launch, tmp_path: Path) -> None:
     assert len(said) == 1, done.stdout
     assert "4 ranks" in said[0]
     assert "--ranks" in said[0]
+
+
+def test_a_shell_asks_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def autocomplete(parser: object) -> None:
+        raise UsageError(f"asked for {parser.prog}")  # type: ignore[attr-defined]
+
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="asked for pipeproof"):
+        cli._run(["show", "1f1b"])
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "prefix", "offered"),
+    [
+        ("fuzz", "schedule", "", "1f1b"),
+        ("validate", "model", "mlp,gp", "mlp,gpt-tied"),
+        ("fuzz", "dtype", "bf16,", "bf16,fp64"),
+        ("mutate", "only", "", "layernorm-zero"),
+        ("mutate", "schedule", "", "all"),
+        ("show", "against", "", "zb-v"),
+        ("show", "model", "", "mlp"),
+        ("init", "kind", "", "torch"),
+        ("advise", "accelerator", "", "h100"),
+    ],
+)
+def test_what_comes_from_a_list_is_completed(command: str, argument: str, prefix: str, offered: str) -> None:
+    commands = next(one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
+    (action,) = (one for one in commands.choices[command]._actions if one.dest == argument)
+    assert offered in action.completer(prefix=prefix)

@@ -1,13 +1,15 @@
 """Files that commands write: ``-`` is standard output for every one, and what else is said then goes aside."""
 
 import json
+import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeproof.commands.cli import main
-from pipeproof.commands.outputs import Outputs, document
+from pipeproof.commands.outputs import OutPath, Outputs, document, takes_standard_output
 from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.pipeline.schedules import build
@@ -135,3 +137,22 @@ def test_quiet_leaves_what_does_not_pass(
     Path("ok.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B1,1F1,1B0\n")
     assert main(["check", "ok.csv", "--quiet"]) == 1
     assert "local-order" in typed.said(), "what breaks a law is said"
+
+
+@pytest.mark.parametrize("other", ["x", "./x", "link"])
+def test_two_results_in_one_file_are_refused(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("x")
+    assert main(["show", "1f1b", "--json", "x", "--svg", other]) == 2
+    said = capsys.readouterr().err
+    golden(said)
+    assert not Path("x").exists()
+    assert not takes_standard_output(Namespace(json=OutPath(os.devnull), html=OutPath(os.devnull)))
+
+
+def test_a_page_may_say_what_no_encoding_has(tmp_path: Path) -> None:
+    with Outputs(html=str(tmp_path / "x.html")).open("validate") as files:
+        assert files.finish(1, page=lambda: "a file named \udcff") == 1
+    golden((tmp_path / "x.html").read_text())

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from pipeproof.commands import fuzzing
-from pipeproof.commands.campaign import Setting
+from pipeproof.commands.campaign import Setting, composed_verdict
 from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
-from pipeproof.commands.fuzzing import Drawn, Wish, fuzz_all
+from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
-from pipeproof.own import campaign_file
 from pipeproof.own.case import Case
-from pipeproof.own.fuzz import SmallestFailure, Tally
+from pipeproof.own.fuzz import SmallestFailure, Tally, judge_case
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
@@ -31,7 +29,7 @@ PASSED = Verdict("c", "pass", "bitwise", LAWS)
 
 def test_undecided_cases_are_no_verdict(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
-        tally.undecided += [SmallestFailure(SOUND, replace(PASSED, outcome="unknown"), None)] * 2
+        tally.undecided += [SmallestFailure(SOUND, replace(PASSED, outcome="unknown"))] * 2
 
     monkeypatch.setattr(fuzzing, "fuzz", fuzz)
     status = fuzz_all(Setting("cpu"), Wish(9, 0, ("1f1b",), ("fp32",), 4))
@@ -42,7 +40,7 @@ def test_undecided_cases_are_no_verdict(typed: Typed, monkeypatch: pytest.Monkey
 def test_a_failure_that_was_not_shrunk_yet(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(world: World, tally: Tally, **_: object) -> None:
         tally.failures += [
-            SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, outcome="fail"), None) for m in (9, 3)
+            SmallestFailure(replace(SOUND, microbatches=m), replace(PASSED, outcome="fail")) for m in (9, 3)
         ]
         raise AskedToEnd(signal.SIGINT)
 
@@ -63,7 +61,7 @@ def test_composed_cases_are_drawn(typed: Typed) -> None:
 
 def test_a_wrong_composed_case_can_be_replayed(simulated: World) -> None:
     case = Case.parse("1f1b r2 s2 m2 split=1,1 model=mlp plan=train seed=0 specimen=loss-undivided")
-    found = Drawn(st.nothing(), (), "", None, composed=True).judge(case, simulated)
+    found = judge_case(case, simulated, validated=composed_verdict)
     assert found.outcome == "fail"
     assert found.replay.endswith("--check composed")
 
@@ -78,7 +76,7 @@ class Judge:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **at: int) -> None:
         self.at = {number: what for what, number in at.items()}
         self.ran: list[str] = []
-        monkeypatch.setattr(campaign_file, "PART", 4)
+        monkeypatch.setattr(fuzzing, "PART", 4)
         monkeypatch.setattr(fuzzing, "judge_case", self)
 
     def __call__(self, case: Case, world: World) -> Verdict:
@@ -135,7 +133,11 @@ def test_what_was_left_open_earlier_is_still_open(
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
-        ("", "", "a.json is no campaign's file: Expecting value"),
+        (
+            "",
+            "",
+            "a.json is no JSON (Expecting value: line 1 column 1 (char 0)): expected a campaign",
+        ),
         ("{}", "", "a.json is no campaign's file: it was not written by pipeproof fuzz --resume"),
         (None, "--seed 7", "is of a campaign with seed 0, and this one has 7: give what it has, or name a new file"),
         (None, "--schedule 1f1b", "and this one has 1f1b: give"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands.cli import main
-from pipeproof.commands.init import KINDS, STARTERS, summary, text, write_new
+from pipeproof.commands.init import KINDS, STARTERS, describe, text, write_new
 from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI
 from pipeproof.wings.adapters.deepspeed import DEEPSPEED
 from pipeproof.wings.adapters.framework import Framework
@@ -30,7 +30,7 @@ def test_a_file_is_written(kind: str, folder: Path, typed: Typed) -> None:
     assert main(["init", kind, "test_mine.py"]) == 0
     assert (folder / "test_mine.py").read_text() == text(kind)
     said = typed.said()
-    assert summary(kind) in said
+    assert describe(kind)[0] in said
     assert "pytest test_mine.py\n" in said
 
 

@@ -1,4 +1,4 @@
-"""A step of the user's own, as a table or a command line names it: what is read, and what is refused in a sentence."""
+"""What pyproject.toml or a line says of a user's own step, and the defaults of a team: what is refused."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.commands import cli
+from pipeproof.commands.cli import main
 from pipeproof.commands.own_step import OwnStep, StepError, steps_of
+from tests.support.golden import golden
 from tests.support.typed import Typed
 
 MODULE = """
@@ -217,6 +220,60 @@ def test_without_a_table_a_name_is_said_to_be_none(typed: Typed, tmp_path: Path)
 
 def test_a_step_is_made_of_places_alone(tmp_path: Path) -> None:
     with pytest.raises(StepError, match="has no reference"):
-        OwnStep("x", "here", tmp_path, "x", step="a:b", ranks=2)
+        OwnStep("x", "here", tmp_path, "x", {"step": "a:b", "ranks": 2})
     with pytest.raises(StepError, match="has no ranks"):
-        OwnStep("x", "here", tmp_path, "x", step="a:b", reference="a:c", microbatches="a:d")
+        OwnStep("x", "here", tmp_path, "x", {"step": "a:b", "reference": "a:c", "microbatches": "a:d"})
+
+
+SHARED = """
+[tool.pipeproof]
+ranks = 2
+quiet = false
+dtype = ["fp32", "bf16"]
+
+[tool.pipeproof.show]
+microbatches = 3
+"""
+
+
+def test_the_nearest_file_gives_defaults(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("pyproject.toml").write_text(SHARED)
+    Path("inner").mkdir()
+    monkeypatch.chdir("inner")
+    typed(["show", "1f1b"])
+    typed(["show", "1f1b", "--ranks", "3"])
+    assert vars(cli._parser().parse_args(["fuzz"]))["dtype"] == "fp32,bf16"
+    assert vars(cli._parser().parse_args(["validate"]))["microbatches"] is None, "that was for show"
+    with pytest.raises(SystemExit):
+        main(["validate", "--help"])
+    said = " ".join(typed.said().split())
+    golden(said)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("timout = 3", "[tool.pipeproof] has 'timout', which is no option: did you mean 'timeout'? known are "),
+        ("[tool.pipeproof.show]\ncases = 3", "[tool.pipeproof.show] has 'cases', which is no option: "),
+        ("[tool.pipeproof.sow]\ncases = 3", "[tool.pipeproof.sow] is of no command: did you mean 'show'? known are "),
+        ("help = true", "has 'help', which is no option"),
+        ("ranks = 'four'", "[tool.pipeproof] ranks = 'four': expected a whole number"),
+        ("timeout = -1", "[tool.pipeproof] timeout = -1: expected seconds above 0"),
+        ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': unknown device 'gpu': torch names cpu, cuda"),
+        ("profile = 'yes'", "[tool.pipeproof] profile = 'yes': expected true or false"),
+        ("html = false", "[tool.pipeproof] html = False: expected the name of a file"),
+        ("json = 5", "[tool.pipeproof] json = 5: expected the name of a file"),
+        ("schedule = {a = 1}", "[tool.pipeproof] schedule = {'a': 1}: expected a number or text"),
+        ("x = [", "cannot read "),
+    ],
+)
+def test_a_default_that_cannot_be_is_a_sentence(table: str, words: str, typed: Typed) -> None:
+    Path("pyproject.toml").write_text(f"[tool.pipeproof]\n{table}\n")
+    typed.refused("show 1f1b", words)
+
+
+def test_a_file_without_our_table_changes_nothing(typed: Typed) -> None:
+    Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert main(["show", "1f1b"]) == 0
+    Path("pyproject.toml").write_text("[tool]\npipeproof = 3\n")
+    typed.refused(["show", "1f1b"])

@@ -150,7 +150,15 @@ def test_fuzz_draws_for_a_step(typed: Typed) -> None:
     Path("pyproject.toml").write_text(TABLES.format(name="right") + fuzz + TABLES.format(name="wrong") + fuzz)
     assert "2 cases" in typed.only("fuzz right --cases 2 --seed 5")[0]
     assert "another microbatch" in typed.only("fuzz wrong --cases 2 --seed 5 --json out.json", 1)[0]
-    assert [one["outcome"] for one in documented(Path("out.json").read_text())["verdicts"]] == ["fail"]
+    ((outcome, line),) = [
+        (one["outcome"], one["replay"]) for one in documented(Path("out.json").read_text())["verdicts"]
+    ]
+    smallest = "pipeproof replay wrong ranks=2 microbatches=2 rows=1 seed=0"
+    assert (outcome, line) == ("fail", smallest)
+    assert f"  again         {line}\n" in typed.only(line.removeprefix("pipeproof "), 1)[0]
+    simulated = line.replace("wrong", "right") + " --world simulated --interleaving 3"
+    typed.only(simulated.removeprefix("pipeproof "))
+    typed.refused(line.removeprefix("pipeproof ").replace("seed", "sed"), "case has ranks, microbatches, rows, sed")
 
 
 def test_fuzz_wants_what_makes_a_microbatch(typed: Typed) -> None:

@@ -17,7 +17,7 @@ from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import Floor, error
+from pipeproof.core.tolerance import error
 from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import judge
@@ -26,15 +26,14 @@ from pipeproof.pipeline import PipelineSchedule
 from pipeproof.records.case_record import record_expected
 from pipeproof.records.compare import compare
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.worlds.world import World
+from tests.support.check_here import check_here, show_all
 from tests.support.golden import golden
 from tests.support.two_ranks import (
     COUNT,
-    Call,
     all_forward_all_backward,
     called,
     half,
@@ -88,82 +87,54 @@ def test_one_element_that_is_no_number_fails(observed: Observed, field: str, val
     assert judge(CASE, on_rank(observed, 0, **{field: tensors})).outcome == "fail"
 
 
-@pytest.mark.parametrize("value", NOT_FINITE)
-def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(whitebox_here: WhiteBox, value: float) -> None:
-    def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        (sum((mse(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
-        return model, value
+class Linear(nn.Module):
+    """A layer, and another parameter: whose gradient is no number, for the root of nothing has no slope; or empty."""
 
-    def build() -> nn.Module:
+    def __init__(self, other: str = "") -> None:
+        super().__init__()
         torch.manual_seed(0)
-        return nn.Linear(2, 2)
+        self.layer = nn.Linear(2, 2)
+        self.root = nn.Parameter(torch.ones(2)) if other == "root" else None
+        self.empty = nn.Parameter(torch.zeros(0)) if other == "empty" else None
 
-    verdict = whitebox_here.validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=mse)
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        found = found if self.root is None else found + torch.sqrt(self.root * 0.0) * 0.0
+        return found if self.empty is None else found + self.empty.sum()
+
+
+ROOTED = partial(Linear, "root")
+
+
+def trained(model: nn.Module, microbatches: list[Any], *, reported: float | None = None) -> Any:
+    losses = [mse(model(x), target) for x, target in microbatches]
+    (torch.stack(losses).sum() / 2).backward()
+    return model, [loss.item() for loss in losses] if reported is None else reported
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_a_foreign_loss_is_compared_also_where_it_is_none(whitebox_here: WhiteBox, value: float) -> None:
+    step = partial(trained, reported=value)
+    verdict = whitebox_here.validate(step, reference=Linear, microbatches=DATA, ranks=1, loss_fn=mse)
     assert (verdict.outcome, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
 
 
-class Rooted(nn.Module):
-    """Its loss is finite, and the gradient of one weight is no number: the root of nothing has no slope."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.root = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found + torch.sqrt(self.root * 0.0) * 0.0
-
-
-def rooted() -> nn.Module:
-    torch.manual_seed(0)
-    return Rooted()
-
-
-def test_a_gradient_without_a_number_in_the_reference_is_not_compared_and_that_is_said(whitebox_here: WhiteBox) -> None:
-    def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        losses = [mse(model(x), target) for x, target in microbatches]
-        (torch.stack(losses).sum() / 2).backward()
-        return model, [loss.item() for loss in losses]
-
-    verdicts = [whitebox_here.validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=mse)]
-    for against in (record_step(rooted(), DATA, loss_fn=mse), SingleDevice(rooted, mse)):
-        model = rooted()
-        with check_step(model, DATA, against=against) as check:
-            result = step(model, DATA)
-            check.gradients()
-            check.report(losses=result[1])
-        verdicts.append(check.verdict)
-    for verdict in verdicts:
-        law = verdict.law("gradient")
-        assert (verdict.outcome, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
-        assert "1 not compared" in str(law)
-        assert law.reasons == (Reason.NOT_FINITE,)
-
-
-class Emptied(nn.Module):
-    """One of its parameters has no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.empty = nn.Parameter(torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found + self.empty.sum()
+@pytest.mark.parametrize("how", ["whitebox", "record", "model"])
+def test_an_expected_gradient_without_a_number_is_left_out(whitebox_here: WhiteBox, how: str) -> None:
+    if how == "whitebox":
+        verdict = whitebox_here.validate(trained, reference=ROOTED, microbatches=DATA, ranks=1, loss_fn=mse)
+    else:
+        record = record_step(ROOTED(), DATA, loss_fn=mse) if how == "record" else SingleDevice(ROOTED, mse)
+        verdict = check_here(ROOTED(), DATA, record)
+    law = verdict.law("gradient")
+    assert (verdict.outcome, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
+    assert "1 not compared" in str(law)
+    assert law.reasons == (Reason.NOT_FINITE,)
 
 
 def test_a_gradient_without_elements_hides_nothing(whitebox_here: WhiteBox) -> None:
-    def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        (sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
-        return model
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return Emptied()
-
-    verdict = whitebox_here.validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    reference = partial(Linear, "empty")
+    verdict = whitebox_here.validate(trained, reference=reference, microbatches=DATA, ranks=1, loss_fn=mse)
     assert verdict.law("gradient").outcome == "pass", str(verdict)
 
 
@@ -220,33 +191,24 @@ def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
 
 def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
     plain = nn.Linear(2, 2)
-    record = record_step(plain, DATA, loss_fn=mse)
-    with check_step(plain, DATA, against=record) as check:
-        losses = []
-        for x, target in DATA:
-            loss = mse(plain(x), target)
-            (loss / 2).backward()
-            losses.append(loss.item())
+
+    def show_weight(check: Any, losses: list[float]) -> None:
         check.gradients({"weight": plain.weight.grad})
         check.report(losses=losses)
-    law = check.verdict.law("gradient")
-    assert (check.verdict.outcome, law.checked, law.left_out) == ("unknown", 1, ("bias",))
+
+    verdict = check_here(plain, DATA, record_step(plain, DATA, loss_fn=mse), finish=show_weight)
+    law = verdict.law("gradient")
+    assert (verdict.outcome, law.checked, law.left_out) == ("unknown", 1, ("bias",))
 
 
 @pytest.mark.parametrize(("order", "outcome"), [([0, 1], "pass"), ([1, 0], "fail"), ([0, 0], "fail")])
 def test_losses_come_in_the_order_of_what_was_given(order: list[int], outcome: str) -> None:
+    def reorder(check: Any, losses: list[float]) -> None:
+        show_all(check, [losses[place] for place in order])
+
     plain = nn.Linear(2, 2)
-    record = record_step(plain, DATA, loss_fn=mse)
-    with check_step(plain, DATA, against=record) as check:
-        losses = []
-        for x, target in DATA:
-            loss = mse(plain(x), target)
-            (loss / 2).backward()
-            losses.append(loss.item())
-        check.gradients()
-        check.report(losses=[losses[place] for place in order])
-    assert check.verdict.law("loss").outcome == outcome, str(check.verdict)
-    assert check.verdict.law("gradient").outcome == "pass"
+    verdict = check_here(plain, DATA, record_step(plain, DATA, loss_fn=mse), finish=reorder)
+    assert (verdict.law("loss").outcome, verdict.law("gradient").outcome) == (outcome, "pass"), str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +243,23 @@ def test_a_total_beside_the_losses_of_a_share_is_that_of_all() -> None:
     assert [one.observed for one in ledger.mismatches] == [2.0]
 
 
-def test_floors_that_are_no_number_excuse_nothing() -> None:
-    for floor in (Floor(math.nan, 0.0, 0.0), Floor(0.0, math.nan, 0.0)):
-        assert floor.outcome(1.0) == "fail"
+@pytest.mark.parametrize(
+    ("gradient", "moves", "fails"),
+    [
+        (torch.ones(3), False, False),
+        (torch.zeros(3), True, False),
+        (torch.zeros(3), False, True),
+        (None, False, True),
+    ],
+)
+def test_storage_rounds_nothing_that_stands_still(gradient: Tensor | None, moves: bool, fails: bool) -> None:
+    before, up = torch.ones(3), torch.tensor(2.0)
+    wanted = torch.nextafter(before, up) if moves else before
+    book = Ledger(["updated-parameters"])
+    tensors = {"before": {"w": before}, "gradients": {"w": gradient}, "parameters": {"w": wanted}}
+    at = Comparison(ExpectedOperation("train", (), (), **tensors), Unmeasured(FP32), book)  # type: ignore[arg-type]
+    at.parameter("w", torch.nextafter(wanted, up))
+    assert (book.laws()[0].outcome == "fail") == fails
 
 
 def by_forward(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
@@ -306,29 +282,6 @@ def on_one_rank(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
     return (by_forward if dist.get_rank() else called)(stage, microbatch, x)
 
 
-@pytest.mark.parametrize("call", [by_forward, by_parts])
-def test_a_watched_stage_without_calls_decides_nothing(whitebox: WhiteBox, call: Call) -> None:
-    verdict = passes(judged(whitebox, partial(step, call=call), plain))
-    for law in ("microbatches", "boundaries"):
-        assert verdict.law(law).outcome == "not observed"
-        golden(verdict.law(law).note)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("call", "law"), [(on_one_rank, "boundaries"), (now_and_then, "microbatches")])
-def test_calls_of_one_rank_or_of_some_microbatches_decide_nothing(whitebox: WhiteBox, call: Call, law: str) -> None:
-    golden(passes(judged(whitebox, partial(step, call=call), plain)).law(law).note)
-
-
-@pytest.mark.parametrize("call", [by_forward, now_and_then, called])
-def test_a_dropped_microbatch_is_named_however_a_stage_is_called(whitebox: WhiteBox, call: Call) -> None:
-    found = named(judged(whitebox, partial(step, call=partial(without_second, call=call)), plain))
-    assert found[0] == ("dropped", 0, 0, (2,)), found
-
-
-# First stages that are not trained.
-
-
 def by_own_schedule(model: nn.Sequential, microbatches: list[Any]) -> Any:
     stage = watch(half(model))
     schedule = PipelineSchedule(
@@ -336,29 +289,6 @@ def by_own_schedule(model: nn.Sequential, microbatches: list[Any]) -> Any:
     )
     known = schedule.accumulate(microbatches)
     return stage, [known[m] for m in sorted(known)] or None
-
-
-@pytest.mark.parametrize("frozen", [1, 2, 3])
-@pytest.mark.parametrize("one", [step, by_own_schedule])
-def test_a_frozen_stage_owes_no_backward(whitebox: WhiteBox, one: Callable[..., Any], frozen: int) -> None:
-    passes(judged(whitebox, one, partial(plain, frozen=frozen)))
-
-
-@pytest.mark.sweep
-def test_faults_behind_a_frozen_stage_are_named(whitebox: WhiteBox) -> None:
-    def dropped(stage: nn.Module, m: int, x: Tensor) -> Tensor:
-        result = called(stage, m, x)
-        return result.detach().requires_grad_() if m == 2 and dist.get_rank() == 1 else result
-
-    def thawed(model: nn.Sequential, microbatches: list[Any]) -> Any:
-        return step(model.requires_grad_(True), microbatches)
-
-    build = partial(plain, frozen=2)
-    assert named(judged(whitebox, partial(step, call=dropped), build))[0] == ("dropped", 1, 1, (2,))
-    assert {kind for kind, *_ in named(judged(whitebox, thawed, build))} == {"unexpected"}
-
-
-# Modes and calls that change nothing that was computed.
 
 
 in_evaluation_mode = partial(step, training=False)
@@ -373,10 +303,33 @@ def with_metric(model: nn.Sequential, microbatches: list[Any], *, first: bool = 
     return stage, losses
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("one", [in_evaluation_mode, with_metric, partial(with_metric, first=True)])
-def test_a_mode_or_a_call_that_changes_nothing_is_no_fault(whitebox: WhiteBox, one: Callable[..., Any]) -> None:
-    passes(judged(whitebox, one, plain))
+def row(one: Callable[..., Any], build: Any = plain, *, sweep: bool = False, **laws: str) -> Any:
+    """A step that passes, and the outcomes of laws that say why they do not decide."""
+    return pytest.param(one, build, laws, marks=[pytest.mark.sweep] * sweep)
+
+
+NOT_OBSERVED = {"microbatches": "not observed", "boundaries": "not observed"}
+RIGHT = {
+    "no call": row(partial(step, call=by_forward), **NOT_OBSERVED),
+    "calls of parts": row(partial(step, call=by_parts), **NOT_OBSERVED),
+    "calls of one rank": row(partial(step, call=on_one_rank), sweep=True, boundaries="pass"),
+    "calls of some microbatches": row(partial(step, call=now_and_then), sweep=True, microbatches="pass"),
+    **{f"frozen {k}": row(step, partial(plain, frozen=k)) for k in (1, 2, 3)},
+    **{f"frozen {k} in a schedule": row(by_own_schedule, partial(plain, frozen=k)) for k in (1, 2, 3)},
+    "evaluation mode": row(in_evaluation_mode, sweep=True),
+    "more calls last": row(with_metric, sweep=True),
+    "more calls first": row(partial(with_metric, first=True), sweep=True),
+}
+
+
+@pytest.mark.parametrize(("one", "build", "laws"), RIGHT.values(), ids=RIGHT)
+def test_what_changes_no_result_decides_nothing(
+    whitebox: WhiteBox, one: Callable[..., Any], build: Any, laws: dict[str, str]
+) -> None:
+    verdict = passes(judged(whitebox, one, build))
+    for law, outcome in laws.items():
+        assert verdict.law(law).outcome == outcome
+        golden(verdict.law(law).note)
 
 
 class Fades(nn.Module):
@@ -386,12 +339,32 @@ class Fades(nn.Module):
         return x * 0.9 if self.training else x
 
 
-def test_a_mode_that_changes_what_is_computed_is_named(whitebox: WhiteBox) -> None:
-    found = judged(whitebox, in_evaluation_mode, partial(model_of, lambda: nn.Sequential(plain_block(), Fades())))
-    assert named(found)[0][0] == "mode"
+def dropped(stage: nn.Module, m: int, x: Tensor) -> Tensor:
+    result = called(stage, m, x)
+    return result.detach().requires_grad_() if m == 2 and dist.get_rank() == 1 else result
 
 
-@pytest.mark.sweep
-def test_a_mode_that_changes_nothing_is_not_blamed_for_another_fault(whitebox: WhiteBox) -> None:
-    both = partial(in_evaluation_mode, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
-    assert named(judged(whitebox, both, plain)) == [("scale", 0, 0, (1,))]
+def thawed(model: nn.Sequential, microbatches: list[Any]) -> Any:
+    return step(model.requires_grad_(True), microbatches)
+
+
+fading = partial(model_of, lambda: nn.Sequential(plain_block(), Fades()))
+scaled = partial(in_evaluation_mode, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
+WRONG: dict[str, tuple[Callable[..., Any], Any, set[tuple[object, ...]]]] = {
+    **{
+        name: (partial(step, call=partial(without_second, call=call)), plain, {("dropped", 0, 0, (2,))})
+        for name, call in (("no call", by_forward), ("some calls", now_and_then), ("all calls", called))
+    },
+    "behind a frozen stage": (partial(step, call=dropped), partial(plain, frozen=2), {("dropped", 1, 1, (2,))}),
+    "thawed": (thawed, partial(plain, frozen=2), {("unexpected",)}),
+    "a mode that counts": (in_evaluation_mode, fading, {("mode",)}),
+    "a mode that does not": (scaled, plain, {("scale", 0, 0, (1,))}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_beside_it_is_named(whitebox: WhiteBox, name: str) -> None:
+    one, build, causes = WRONG[name]
+    found = named(judged(whitebox, one, build))
+    width = max(map(len, causes))
+    assert {cause[:width] for cause in found} == causes, found

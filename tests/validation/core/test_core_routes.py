@@ -10,7 +10,7 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import Routed
 from pipeproof.core.observe.routes import Route
-from pipeproof.core.routes import LAW, RouteJudge, explain_choices
+from pipeproof.core.routes import LAW, explain_choices, judge_routes
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import LawResult
 from pipeproof.reference.choices import Choice
@@ -40,7 +40,7 @@ def entered(choices: list[Choice], *ours: list[list[list[int]]], floor: Floor = 
     ]
     answer: Any = expected
     observed: Any = SimpleNamespace(ranks=ranks)
-    RouteJudge(ledger, 0, frozenset(), answer).judge(observed)
+    judge_routes(ledger, 0, frozenset(), answer, observed)
     return ledger, ledger.laws()[0]
 
 

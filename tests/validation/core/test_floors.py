@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.floors import Floors
 from pipeproof.core.limits import BF16, FP32, PRECISIONS
-from pipeproof.core.tolerance import error, may_be_rounded, scalar_error, update_floor
+from pipeproof.core.tolerance import error, scalar_error, update_floor
 from pipeproof.core.updates import Pending
 from pipeproof.own.stages import owners
 from pipeproof.reference.data import Batch, Shapes, microbatches
@@ -47,19 +48,15 @@ def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[s
         assert FP32.least <= floor.limit < FP32.most
         assert floor.fault > 100 * floor.limit, site
     assert floors.worst() == max(floors.gradient(site).largest for site in floors._last.gradients)
+    assert all(0 <= floors.loss(m).rounding < 1e-6 for m in range(4))
+    assert floors.norm().largest < 1e-6
 
 
-def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
-    reference, floors = floors_of("mlp")
-    site = (0, "blocks.0.linear.weight")
-    expected = floors._last.gradients[site]
-    parts = [one.gradients[site] for one in floors._last.contributions]
-    assert expected is not None
-    other = torch.zeros_like(expected)
-    for part in reversed(parts):
-        other += part  # type: ignore[arg-type]
-    assert floors.gradient(site).permutation == error(other, expected)
-    assert reference.model.get_parameter(site[1]).dtype is torch.float32
+def test_the_floor_of_an_order_is_that_of_its_reverse() -> None:
+    _, floors = floors_of("mlp")
+    for site, expected in floors._last.gradients.items():
+        parts = [floors._last.contributions[m].gradients[site] for m in reversed(ORDERS[site[0]])]
+        assert floors.gradient(site).permutation == error(sum(parts), expected)  # type: ignore[arg-type]
 
 
 def test_a_model_that_draws_otherwise_in_fp64_says_nothing_about_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +73,6 @@ def test_a_model_that_draws_otherwise_in_fp64_says_nothing_about_rounding(monkey
     assert all(floors.gradient(site).rounding == 0 for site in floors._last.gradients)
     assert floors.loss(0).rounding == 0
     assert floors.norm().rounding < 1e-6
-
-
-def test_losses_norms_and_updates_have_floors() -> None:
-    _, floors = floors_of("mlp")
-    assert all(0 <= floors.loss(m).rounding < 1e-6 for m in range(4))
-    assert floors.norm().largest < 1e-6
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
@@ -154,7 +145,6 @@ def test_a_step_that_vanished_proves_no_fault_where_it_did_not() -> None:
     _, frozen = floors_of("frozen", dtype="bf16")
     still = (1, "blocks.2.linear.weight")
     before, after = frozen._last.before[still[1]], frozen._last.parameters[still]
-    assert not may_be_rounded(frozen._last.gradients[still], before, after)
     assert update_floor(frozen.gradient(still), before, after).outcome(math.inf) == "fail"
 
 
@@ -211,17 +201,14 @@ def test_how_far_other_weights_move_a_step_is_measured_where_a_narrow_type_is_co
     assert 0 < moved.norm < 0.1
 
 
-def test_losses_and_norms_that_fp64_tells_nothing_of_are_unknown_between_rounding_and_fault() -> None:
+def test_without_fp64_losses_and_norms_may_be_unknown() -> None:
     narrow = floors_of_own(MakesItsOwn)
     for floor in (narrow.loss(1), narrow.norm()):
         sizes = (FP32.least / 2, FP32.most / 2, FP32.most * 2)
         assert [floor.outcome(size) for size in sizes] == ["pass", "unknown", "fail"]
-
-
-def test_what_other_weights_explain_is_no_proof_of_a_fault() -> None:
-    shaky = replace(narrow := floors_of_own(MakesItsOwn).norm(), nudged=1e-3)
-    assert (narrow.outcome(5e-3), shaky.outcome(5e-3)) == ("fail", "unknown")
-    assert shaky.limit == narrow.limit, "and it lets nothing pass"
+    shaky = replace(floor, nudged=1e-3)
+    assert (floor.outcome(5e-3), shaky.outcome(5e-3)) == ("fail", "unknown")
+    assert shaky.limit == floor.limit, "what other weights explain lets nothing pass"
 
 
 def test_floors_never_raise_what_the_reference_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +271,16 @@ def test_what_is_rounded_inside_a_reference_is_no_fault(factor: float, build: ty
         floor = floors.gradient(site)
         assert floor.compare(other, right)[1] == (outcome if factor == 1.0 else "fail")
         assert floor.limit <= (BF16.least if told else FP32.most)
-    assert floors.obstacle == ("" if told else f"{_TOLD} gives other losses")
-
-
-_TOLD = "rounding was not measured against fp64: there the reference"
+    why = "rounding was not measured against fp64: there the reference gives other losses"
+    assert floors.obstacle == ("" if told else why)
+    if told:  # a single tensor, as the last bias here, rounds little by chance
+        gaps = {site: error(one, floors._apart_total[site]) for site, one in expected.gradients.items()}  # type: ignore[arg-type]
+        usual = statistics.median(gaps.values())
+        assert min(gaps.values()) < usual
+        assert {site: floors.gradient(site).rounding for site in gaps} == {
+            site: max(usual, gap) for site, gap in gaps.items()
+        }
+        assert min(floors.norm().rounding, *(floors.loss(m).rounding for m in range(4))) >= usual
 
 
 class Constant(nn.Linear):
@@ -300,4 +293,4 @@ class Constant(nn.Linear):
 def test_a_narrow_type_in_which_little_is_computed_lets_no_more_pass() -> None:
     plain, table = floors_of_own(nn.Linear), floors_of_own(Constant)
     assert table._narrowest is BF16
-    assert table._coarse is plain._coarse is FP32
+    assert table._coarse[0] is plain._coarse[0] is FP32

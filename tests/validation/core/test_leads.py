@@ -2,97 +2,88 @@
 
 import math
 from dataclasses import replace
-from functools import reduce
 
 import pytest
 import torch
 from torch import nn
 
-from pipeproof.core.leads import Leads
+from pipeproof.core.leads import Lead, doubts
 from pipeproof.core.limits import BF16, FP16
 from pipeproof.core.tolerance import Floor
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from tests.support.check_here import check_here
 from tests.support.golden import golden
 
 M = 4
 loss_fn = nn.functional.mse_loss
 
 
-def doubts(leads: Leads, *, agree: bool = False) -> str:
-    return "; ".join(leads.doubts(losses_agree=agree))
-
-
 FLOOR = Floor(0.004, 0.004, 0.1, BF16, led=0.006)
+LOOSE = replace(FLOOR, led=0.03)
+COARSE = replace(FLOOR, sums=Floor(0.0, 0.0, 0.1))
+NEAR = Lead.of("near", 1.0, Floor(0.0, 1e-7, 0.1))
 
 
-FAR_IN_BF16 = Leads.one("far", 1.0, FLOOR)
+def told(*leads: Lead, agree: bool = False) -> str:
+    return "; ".join(doubts(leads, losses_agree=agree))
 
 
-def joined(*factors: float | None, floor: Floor | None = FLOOR) -> Leads:
-    return reduce(Leads.join, (Leads.one(k, factor, floor) for k, factor in enumerate(factors)), Leads())
+def of(*factors: float, floor: Floor = FLOOR) -> list[Lead]:
+    return [Lead.of(k, factor, floor) for k, factor in enumerate(factors)]
 
 
-def test_all_that_lead_one_way_are_in_doubt() -> None:
-    factors = (1.01, 1.02, 1.007, 1.012)
-    golden(doubts(joined(*factors)))
-    golden(doubts(joined(*(1 / one for one in factors))))
+HALF = [*of(1.01, 1.01, 1.011, 1.009), *(Lead.of(f"loose {k}", 1.002, LOOSE) for k in range(4))]
 
 
-@pytest.mark.parametrize("factors", [(1.01, 1.02, 0.99, 1.01), (1.01, 1.02, 1.005, 1.01), (1.01, 1.03, 1.01), (1.02,)])
-def test_either_way_or_no_farther_than_rounding_leads_or_of_too_few_they_are_not(factors: tuple[float, ...]) -> None:
-    assert not doubts(joined(*factors))
+@pytest.mark.parametrize(
+    "leads",
+    [
+        of(1.01, 1.02, 1.007, 1.012),
+        of(1 / 1.01, 1 / 1.02, 1 / 1.007, 1 / 1.012),
+        HALF,  # the others may be as far off
+        of(1.01, 1.01, floor=replace(FLOOR, led=0.0)),
+        of(1.01, 1.011),  # one factor may be that of both
+        [Lead.of("far", 1.0, COARSE), NEAR],  # other kernels would show everywhere
+        [Lead.of("far", 1.0, COARSE), Lead.of("to the bit", 1.0)],
+    ],
+    ids=["more", "less", "half", "bits", "two", "far", "far beside bits"],
+)
+def test_together_they_are_in_doubt(leads: list[Lead]) -> None:
+    golden(told(*leads))
 
 
-def test_two_that_lead_by_the_very_same_factor_are_in_doubt_where_nothing_is_allowed() -> None:
-    strict = replace(FLOOR, led=0.0)
-    assert doubts(joined(1.01, 1.01, floor=strict))
-    assert not doubts(joined(1.01, 1.02, floor=strict))
+@pytest.mark.parametrize(
+    "leads",
+    [
+        of(),
+        of(1.01, 1.02, 0.99, 1.01),
+        of(1.01, 1.02, 1.005, 1.01),
+        of(1.01, 1.03, 1.01),
+        of(1.02),
+        of(1.01, 1.02, floor=replace(FLOOR, led=0.0)),
+        of(1.01, 1.03),
+        of(1.01, 0.99),
+        of(1.014, 1.014, 1.0, 1.0),
+        of(1.01, 1.01, 1.01, 1.01, floor=replace(FLOOR, led=math.inf)),  # how far rounding leads was not measured
+        [*of(1.01, 1.01, 1.01, 1.01), Lead.of("exact", 1.0)],
+        [*HALF, Lead.of("more", 1.002, LOOSE)],  # fewer than half
+        [*HALF, Lead.of("tight", 1.002, FLOOR)],
+        [*HALF, Lead.of("wide", 1.00001, Floor(0.0, 0.0, 0.1))],  # in fp32 none leads so far
+        [Lead.of("w", 1.01, FLOOR)] * 9,  # of one parameter on many ranks it may be chance
+        [Lead.of("far", 1.0, replace(COARSE, precision=FP16)), NEAR],
+        [Lead.of("far", 1.0, COARSE)],
+        [NEAR],
+        [Lead.of("far", 1.0, FLOOR), NEAR],
+    ],
+)
+def test_together_they_may_be_chance(leads: list[Lead]) -> None:
+    assert not told(*leads)
 
 
-def test_one_that_is_right_to_the_bit_clears_the_others_and_one_that_is_nothing_does_not() -> None:
-    led = joined(1.01, 1.01, 1.01, 1.01)
-    assert doubts(led)
-    assert not doubts(led.join(Leads.one("exact", 1.0)))
-    assert doubts(led.join(Leads.one("zero", None)))
-    assert doubts(led.join(Leads.one("rounding alone", 7.0, replace(FLOOR, size=1.0))))
-
-
-def test_half_that_lead_are_in_doubt_where_the_others_may_be_as_far_off() -> None:
-    loose = replace(FLOOR, led=0.03)
-    half = joined(1.01, 1.01, 1.011, 1.009)
-    others = [Leads.one(f"loose {k}", 1.002, loose) for k in range(4)]
-    some = reduce(Leads.join, others, half)
-    golden(doubts(some))
-    assert not doubts(some.join(Leads.one("more", 1.002, loose))), "fewer than half"
-    assert not doubts(some.join(Leads.one("tight", 1.002, FLOOR))), "that one is not"
-    assert not doubts(some.join(Leads.one("wide", 1.00001, Floor(0.0, 0.0, 0.1)))), "in fp32 none leads so far"
-
-
-def test_two_are_enough_where_one_factor_may_be_that_of_all() -> None:
-    assert doubts(joined(1.01, 1.011))
-    assert not any(doubts(one) for one in (joined(1.01, 1.03), joined(1.01, 0.99), joined(1.014, 1.014, 1.0, 1.0)))
-
-
-def test_of_one_parameter_on_many_ranks_it_may_be_chance() -> None:
-    assert not doubts(reduce(Leads.join, [Leads.one("w", 1.01, FLOOR)] * 9))
-
-
-def test_where_nobody_measured_how_far_rounding_leads_nothing_is_said() -> None:
-    assert not doubts(joined(1.01, 1.01, 1.01, 1.01, floor=replace(FLOOR, led=math.inf)))
-
-
-def test_one_that_is_off_where_the_others_are_exact_is_in_doubt() -> None:
-    """Other kernels would show everywhere."""
-    coarse = replace(FLOOR, sums=Floor(0.0, 0.0, 0.1))
-    far, near = Leads.one("far", 1.0, coarse), Leads.one("near", 1.0, Floor(0.0, 1e-7, 0.1))
-    golden(doubts(far.join(near)))
-    assert doubts(far.join(Leads.one("to the bit", 1.0)))
-    golden(doubts(far, agree=True))
-    in_fp16 = Leads.one("far", 1.0, replace(coarse, precision=FP16))
-    for some in (in_fp16.join(near), far, near, far.join(Leads.one("zero", None)), FAR_IN_BF16.join(near)):
-        assert not doubts(some)
+def test_one_far_off_beside_exact_losses() -> None:
+    golden(told(Lead.of("far", 1.0, COARSE), agree=True))
+    assert not told(NEAR, agree=True)
 
 
 def narrow() -> nn.Sequential:
@@ -108,13 +99,8 @@ def test_gradients_in_bf16_that_are_all_too_large_do_not_pass_as_rounding(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     given = [(torch.randn(8, 32, generator=draw).bfloat16(),) * 2 for _ in range(M)]
-    model, record = narrow(), record_step(narrow(), given, loss_fn=loss_fn)
-    with check_step(model, given, against=SingleDevice(narrow, loss_fn) if beside else record) as check:
-        losses = [loss_fn(model(x), y) for x, y in (given[::-1] if reverse else given)]
-        for loss in losses:
-            (loss * factor / M).backward()
-        check.gradients()
-        check.report(losses=[one.item() for one in (losses[::-1] if reverse else losses)])
-    law = check.verdict.law("gradient")
-    assert (check.verdict.outcome, law.outcome) == (outcome, outcome), str(check.verdict)
+    against = SingleDevice(narrow, loss_fn) if beside else record_step(narrow(), given, loss_fn=loss_fn)
+    verdict = check_here(narrow(), given, against, order=range(M)[:: -1 if reverse else 1], factor=factor)
+    law = verdict.law("gradient")
+    assert (verdict.outcome, law.outcome) == (outcome, outcome), str(verdict)
     assert (law.exact < law.checked, "check what losses are divided by" in law.note) == (True, outcome == "unknown")

@@ -16,12 +16,12 @@ from pipeproof.core.measured import Compared, Measured
 from pipeproof.core.nudged import Nudged, OtherProducts, doubt_rounding
 from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.records.single_device import SingleDevice
-from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.products import CONVOLUTION, MATRICES
 from pipeproof.reference.step import Expected
 from pipeproof.whitebox import WhiteBox
 from tests.support import steps
+from tests.support.check_here import check_here, show_all
 from tests.support.golden import golden
 from tests.support.in_halves import InHalves, build
 from tests.support.rounded_products import Rounded
@@ -96,15 +96,6 @@ def test_a_model_that_does_not_run_once_more_leaves_the_verdict_as_it_is() -> No
     assert doubt_rounding(verdict(wrong()), lambda _: Nudged(**{"other": {}})).outcome == "fail"  # type: ignore[arg-type]
 
 
-class Halves(nn.Linear):
-    """Its product is of two halves, each rounded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        halves = zip(x.chunk(2, -1), self.weight.chunk(2, -1), strict=True)
-        one, other = (nn.functional.linear(*half) for half in halves)
-        return one + other + self.bias
-
-
 def narrow() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(372)
@@ -114,7 +105,7 @@ def narrow() -> nn.Sequential:
 
 def in_halves(model: nn.Module) -> None:
     for module in model.modules():
-        module.__class__ = Halves if isinstance(module, nn.Linear) else module.__class__
+        module.__class__ = InHalves if isinstance(module, nn.Linear) else module.__class__
 
 
 def mixed(model: nn.Module) -> None:
@@ -137,11 +128,7 @@ def test_a_unit_near_zero_that_another_kernel_turns_is_no_fault(
     given = pairs()
     model, source = narrow(), SingleDevice(narrow, loss_fn) if beside else record_step(narrow(), given, loss_fn=loss_fn)
     change(model)
-    with check_step(model, given, against=source) as check:
-        for x, y in given:
-            (loss_fn(model(x), y) / len(given)).backward()
-        check.gradients()
-    found = check.verdict
+    found = check_here(model, given, source)
     assert (found.outcome, found.causes) == (outcome, ()), str(found)
     assert max(one.error for one in found.measured.of("gradient")) > 0.2
 
@@ -170,20 +157,18 @@ def rounded(bits: int | None) -> Any:
     return nullcontext() if bits is None else Rounded(bits)
 
 
-def checked(
-    *, expected: int | None, observed: int | None, hurt: Hurt = lambda _: None, job: steps.Pairs = DATA
-) -> Verdict:
+def checked(*, expected: int | None, observed: int | None, hurt: Hurt = lambda _: None, count: int = 4) -> Verdict:
     """A step with another kernel, and what is expected with products of so many bits."""
     model = build(InHalves)
     with rounded(expected):
         record = record_step(build(), DATA, loss_fn=loss_fn)
-    with rounded(observed), check_step(model, DATA, against=record) as check:
-        losses = [loss_fn(model(inputs), target) for inputs, target in job]
-        (torch.stack(losses).sum() / 4).backward()
+
+    def finish(check: Any, losses: list[float]) -> None:
         hurt(model)
-        check.gradients()
-        check.report(losses=[loss.item() for loss in losses])
-    return check.verdict
+        show_all(check, losses)
+
+    with rounded(observed):
+        return check_here(model, DATA, record, order=range(count), finish=finish)
 
 
 def one_is_scaled(model: nn.Module) -> None:
@@ -209,7 +194,7 @@ def test_computed_alike_it_is_judged_and_other_kernels_pass(bits: int | None, ti
 
 
 def test_a_microbatch_less_is_no_rounding() -> None:
-    verdict = checked(expected=None, observed=TF32, job=DATA[:3])
+    verdict = checked(expected=None, observed=TF32, count=3)
     assert verdict.outcome == "fail", str(verdict)
 
 

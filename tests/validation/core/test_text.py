@@ -8,7 +8,7 @@ from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine
 from pipeproof.core.mismatch import Mismatch, Size
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.reason import Reason
-from pipeproof.core.text import CAUSES, brief, cause_sentence, details
+from pipeproof.core.text import LISTED, brief, cause_sentence, details
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport, of_failure
 from tests.support.golden import golden
@@ -88,8 +88,8 @@ def test_a_sentence_begins_with_the_place(cause: Cause, place: str) -> None:
 
 
 def test_details_have_every_law_and_say_how_many_causes_are_left_out() -> None:
-    causes = tuple(Cause("zero", stage=k) for k in range(CAUSES + 1))
-    for count in (CAUSES, CAUSES + 1):
+    causes = tuple(Cause("zero", stage=k) for k in range(LISTED + 1))
+    for count in (LISTED, LISTED + 1):
         golden(details(replace(FAILED, causes=causes[:count])))
 
 

@@ -13,10 +13,10 @@ from pipeproof.core.limits import BF16
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.updates import gradients_off
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from pipeproof.reference.step import Site
 from pipeproof.whitebox import WhiteBox
+from tests.support.check_here import check_here
 from tests.support.in_halves import InHalves, build
 from tests.support.steps import Pairs, pairs
 
@@ -25,12 +25,6 @@ DATA = pairs(4, width=32, seed=0)
 IN_BF16 = [(x.bfloat16(), y.bfloat16()) for x, y in DATA]
 GRADIENT = torch.tensor([1.0, -0.5, 0.2, 0.03, -0.01, 0.0])
 W: Site = (0, "w")
-
-
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
 
 
 def off(gradient: Tensor, *, floor: Floor = FLOOR, there: Tensor | None = None) -> list[Tensor]:
@@ -81,12 +75,12 @@ def checked(
     mse, model = nn.functional.mse_loss, build().to(data[0][0].dtype)
     job = in_halves(model)
     record, optimizer = record_step(model, data, loss_fn=mse, optimizer=makes(model, 0.01)), makes(job, rate)
-    with check_step(job, data, against=record) as check:
-        for inputs, target in data:
-            (mse(job(inputs), target) / 4).backward()
+
+    def finish(check: Any, losses: list[float]) -> None:
         check.gradients()
         optimizer.step()
-    return check.verdict
+
+    return check_here(job, data, record, finish=finish)
 
 
 def step(model: nn.Module, microbatches: list[tuple[Tensor, Tensor]], rate: float = 0.01) -> StepResult:
@@ -116,11 +110,11 @@ def decided() -> Verdict:
     return next(one for one in every if one.law("updated-parameters").outcome != "unknown")
 
 
-def test_a_right_step_of_adam_with_another_kernel_passes_and_a_wrong_rate_does_not(whitebox: WhiteBox) -> None:
-    for right, exact in ((watched(whitebox, 0.01), 6), (decided(), 0)):
+def test_a_right_step_of_adam_with_another_kernel_passes_and_a_wrong_rate_does_not(whitebox_here: WhiteBox) -> None:
+    for right, exact in ((watched(whitebox_here, 0.01), 6), (decided(), 0)):
         assert right.law("gradient").outcome == right.law("updated-parameters").outcome == "pass", str(right)
         assert right.law("updated-parameters").exact == exact, "a record has no optimizer to ask"
-    for wrong in (checked(0.0105, data=DATA), watched(whitebox, 0.0105)):
+    for wrong in (checked(0.0105, data=DATA), watched(whitebox_here, 0.0105)):
         assert wrong.law("updated-parameters").outcome == "fail", str(wrong)
 
 
@@ -157,14 +151,10 @@ def second_update(rate: float) -> str:
         own.load_state_dict({**optimizer.inner.state_dict(), "param_groups": own.state_dict()["param_groups"]})
         record = record_step(expected, DATA, loss_fn=mse, optimizer=own)
         optimizer.zero_grad()
-        with check_step(model, DATA, against=record) as check:
-            losses = [mse(model(inputs), target) for inputs, target in DATA]
-            (torch.stack(losses).sum() / 4).backward()
-            check.gradients()
-            optimizer.step()
+        verdict = check_here(model, DATA, record, finish=lambda check, _: (check.gradients(), optimizer.step()))
         if number:
-            assert check.verdict.law("updated-parameters").exact == 0
-    return check.verdict.law("updated-parameters").outcome
+            assert verdict.law("updated-parameters").exact == 0
+    return verdict.law("updated-parameters").outcome
 
 
 def test_settings_that_a_kernel_has_in_fp32_are_rounding_and_a_rate_that_is_a_little_off_is_not() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -59,16 +60,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
 
 
-def rows_of(model: nn.Module) -> Rows:
-    """What each microbatch gives on one device."""
-    found: Rows = []
-    for batch in batches():
-        model.zero_grad()
-        (loss_fn(model(*batch.inputs), batch.target) / COUNT).backward()
-        found.append({site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    return found
-
-
 def site_of(name: str) -> Site:
     return OWNER[name[0]], name
 
@@ -100,9 +91,14 @@ def attributed(
 @cache
 def known(dtype: torch.dtype) -> tuple[Rows, Traced]:
     """What a right step's microbatches give, and the reference."""
-    model = build(dtype)
-    rows = rows_of(model)
-    losses = [loss_fn(model(*batch.inputs), batch.target).item() for batch in batches()]
+    model, losses = build(dtype), []
+    rows: Rows = []
+    for batch in batches():
+        model.zero_grad()
+        loss_here = loss_fn(model(*batch.inputs), batch.target)
+        (loss_here / COUNT).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss_here.item())
+        rows.append({site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     loss = Loss(loss_fn, COUNT)
     return rows, Traced(model, held=rows[0].keys(), batches=batches(), loss=loss, losses=losses, ends={})
 
@@ -134,26 +130,13 @@ def met(i: int, j: int) -> dict[Site, Tensor]:
     return {site_of(name): p.grad for name, p in first.named_parameters() if p.grad is not None}
 
 
-NARROW = [torch.bfloat16, torch.float16]
-EVERY = [torch.float32, torch.float64, *NARROW]
+EVERY = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", EVERY)
 def test_a_right_step_names_nothing_in_any_precision(dtype: torch.dtype) -> None:
     """Added in another order, so that not all bits are those of the reference."""
     assert attributed(lambda rows: rows.reverse(), dtype=dtype).right
-
-
-@pytest.mark.parametrize("dtype", EVERY)
-def test_a_dropped_microbatch_is_named_in_any_precision(dtype: torch.dtype) -> None:
-    cause = only(attributed(of_stage(1, 2, 0.0), dtype=dtype))
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 1, 1, (2,))
-
-
-@pytest.mark.parametrize("dtype", EVERY)
-def test_a_doubled_microbatch_is_named_in_any_precision(dtype: torch.dtype) -> None:
-    cause = only(attributed(of_stage(2, 1, 2.0), dtype=dtype))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 2, (1,))
 
 
 def everything(factor: float) -> Change:
@@ -169,42 +152,10 @@ def test_a_factor_of_all_gradients_is_one_factor_however_coarse_the_type(dtype: 
     assert cause.detail == "0.8 times"
 
 
-def test_what_is_all_zero_is_zero_and_in_no_proportion() -> None:
-    """Microbatches differ in their tokens: zero is in proportion to these as well."""
-
-    def cleared(gradients: dict[Site, Gradient]) -> None:
-        gradients.update({site: torch.zeros(g.shape) for site, g in gradients.items() if g is not None and site[0] < 2})
-
-    cause = only(attributed(after=cleared))
-    assert (cause.kind, cause.stage) == ("zero", 1)
-
-
 def by_tokens(rows: Rows) -> None:
     mean = sum(batch.tokens for batch in batches()) / COUNT
     for batch, row in zip(batches(), rows, strict=True):
         row.update({site: gradient * (batch.tokens / mean) for site, gradient in row.items()})
-
-
-@pytest.mark.parametrize("dtype", EVERY)
-def test_weights_by_tokens_are_told_in_any_precision(dtype: torch.dtype) -> None:
-    cause = only(attributed(by_tokens, dtype=dtype))
-    assert cause.kind == "unequal-weights"
-    golden(cause.detail)
-
-
-def test_an_output_gradient_that_was_added_to_another_is_no_exchange() -> None:
-    """As in a receive buffer whose gradient nobody cleared."""
-
-    def change(rows: Rows) -> None:
-        rows.append(met(2, 0))
-
-    found = attributed(change)
-    cause = only(found)
-    assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 0, (2,))
-    golden(cause.detail)
-    assert not {"doubled", "swapped-activations", "swapped-gradients"} & {
-        k for one in found.ruled_out for k in one.kinds
-    }
 
 
 def test_an_output_gradient_in_place_of_another_is_an_exchange() -> None:
@@ -217,21 +168,23 @@ def test_an_output_gradient_in_place_of_another_is_an_exchange() -> None:
     assert not found.unknown
 
 
-def test_what_is_not_finite_is_named_at_the_stage_from_which_it_flowed_back() -> None:
+def times(stage: int, factor: float, name: str = "") -> Callable[[dict[Site, Gradient]], None]:
+    """So many times the gradients of ``stage``, or of one parameter in it."""
+
     def change(gradients: dict[Site, Gradient]) -> None:
-        for site in (max(gradients), *(site for site in gradients if site[0] < 2)):
-            gradients[site] = torch.full_like(gradients[site], float("nan"))  # type: ignore[arg-type]
+        some = {site: g for site, g in gradients.items() if site[0] == stage and site[1] in (name or site[1], name)}
+        gradients.update({site: g * factor for site, g in some.items() if g is not None})
 
-    assert (only(attributed(after=change)).kind, only(attributed(after=change)).stage) == ("not-finite", 2)
-
-
-def test_a_factor_that_several_numbers_explain_names_them_all() -> None:
-    golden(only(attributed(after=times(2, 3.0))).detail)
+    return change
 
 
-def times(stage: int, factor: float) -> Callable[[dict[Site, Gradient]], None]:
-    def change(gradients: dict[Site, Gradient]) -> None:
-        gradients.update({site: g * factor for site, g in gradients.items() if g is not None and site[0] == stage})
+def factors(stages: tuple[int, ...], *each: float) -> Change:
+    """How often each microbatch is in the sums of ``stages``."""
+
+    def change(rows: Rows) -> None:
+        for stage in stages:
+            for m, factor in enumerate(each):
+                of_stage(stage, m, factor)(rows)
 
     return change
 
@@ -253,25 +206,90 @@ def test_one_parameter_that_lost_a_microbatch(site: Site, dtype: torch.dtype) ->
     assert (cause.kind, cause.stage, cause.microbatches, cause.parameter) == ("dropped", site[0], (1,), site[1])
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-def test_one_parameter_that_counts_a_microbatch_twice(dtype: torch.dtype) -> None:
-    cause = only(attributed(loses(UP, 3, times=2.0), dtype=dtype))
-    assert (cause.kind, cause.microbatches, cause.parameter) == ("doubled", (3,), UP[1])
+NAMED: dict[str, tuple[Change, tuple[str, int | None, tuple[int, ...], str | None]]] = {
+    "dropped": (of_stage(1, 2, 0.0), ("dropped", 1, (2,), None)),
+    "doubled": (of_stage(2, 1, 2.0), ("doubled", 2, (1,), None)),
+    "by tokens": (by_tokens, ("unequal-weights", None, (), None)),
+    "twice in one parameter": (loses(UP, 3, times=2.0), ("doubled", 1, (3,), UP[1])),
+    "assigned and not added up": (loses(UP, 0, 1, 2), ("dropped", 1, (0, 1, 2), UP[1])),
+}
 
 
 @pytest.mark.parametrize("dtype", EVERY)
-def test_one_parameter_that_is_assigned_and_not_added_up(dtype: torch.dtype) -> None:
-    cause = only(attributed(loses(UP, 0, 1, 2), dtype=dtype))
-    assert (cause.kind, cause.microbatches, cause.parameter) == ("dropped", (0, 1, 2), UP[1])
+@pytest.mark.parametrize("title", NAMED)
+def test_what_microbatches_gave_is_named_in_any_precision(title: str, dtype: torch.dtype) -> None:
+    change, expected = NAMED[title]
+    cause = only(attributed(change, dtype=dtype))
+    assert (cause.kind, cause.stage, cause.microbatches, cause.parameter) == expected
+    assert cause.rank == cause.stage
+    if cause.detail:
+        golden(cause.detail)
 
 
-def test_parameters_that_lost_the_same_are_named_together() -> None:
-    def change(rows: Rows) -> None:
-        loses(UP, 1)(rows)
-        loses(BIAS, 1)(rows)
+def loses_both(rows: Rows) -> None:
+    loses(UP, 1)(rows)
+    loses(BIAS, 1)(rows)
 
-    cause = only(attributed(change))
-    assert (cause.kind, cause.parameter, cause.detail) == ("dropped", BIAS[1], f"also: {UP[1]}")
+
+def zeros(gradients: dict[Site, Gradient]) -> None:
+    """Microbatches differ in their tokens: zero is in proportion to these as well."""
+    gradients.update({site: torch.zeros(g.shape) for site, g in gradients.items() if g is not None and site[0] < 2})
+
+
+def nans(gradients: dict[Site, Gradient]) -> None:
+    """They flow back from the last stage."""
+    for site in (max(gradients), *(site for site in gradients if site[0] < 2)):
+        gradients[site] = torch.full_like(gradients[site], float("nan"))  # type: ignore[arg-type]
+
+
+def nothing(found: Any) -> None:
+    pass
+
+
+# How rows and their sums are changed, and the kind, stage, microbatches, parameter and factor of the only cause.
+ONLY: dict[str, tuple[Change, Callable[[dict[Site, Gradient]], None], tuple[Any, ...]]] = {
+    "zero": (nothing, zeros, ("zero", 1, (), None, None)),
+    "not finite": (nothing, nans, ("not-finite", 2, (), "4.weight", None)),
+    "several numbers explain it": (nothing, times(2, 3.0), ("scale", 2, (), None, 3.0)),
+    # As in a receive buffer whose gradient is never cleared.
+    "another output gradient beside": (
+        lambda rows: rows.append(met(2, 0)),
+        nothing,
+        ("extra-term", 0, (2,), None, None),
+    ),
+    "two parameters": (loses_both, nothing, ("dropped", 1, (1,), BIAS[1], None)),
+    "several factors": (factors((1,), 0.1, 0.7, 1.3, 1.0), nothing, ("scale", 1, (0, 1, 2), None, None)),
+    "all but one": (factors((1,), 2.0, 2.0, 2.0, 1.0), nothing, ("scale", 1, (), None, 2.0)),
+    # As where gradients are not cleared after each was added to a sum.
+    "more and more often": (factors((1,), 1.0, 2.0, 3.0, 4.0), nothing, ("doubled", 1, (1, 2, 3), None, None)),
+    "a whole number among factors": (
+        factors((1,), 0.7, 0.8, 1.3, 2.0),
+        nothing,
+        ("scale", 1, (0, 1, 2, 3), None, None),
+    ),
+    "several stages": (factors((0, 2), 1.0, 0.0, 1.0, 1.0), nothing, ("dropped", None, (1,), None, None)),
+    "one parameter": (nothing, times(1, 1 / 3, "2.up.bias"), ("scale", 1, (), "2.up.bias", 1 / 3)),
+    **{  # what came in with the output gradient is named there
+        f"{words}, {factor}": (factors(stages, *[factor] * COUNT), nothing, ("scale", 1, (), None, factor))
+        for words, stages, each in (
+            ("a little off", (1,), (1.0001, 1.001, 1.01, 1.1, 0.999)),
+            ("down from stage 1", (0, 1), (0.999, 0.5)),
+        )
+        for factor in each
+    },
+}
+
+
+@pytest.mark.parametrize("title", ONLY)
+def test_one_fault_is_one_cause(title: str) -> None:
+    change, after, (*expected, factor) = ONLY[title]
+    found = attributed(change, after=after)
+    cause = only(found)
+    assert [cause.kind, cause.stage, cause.microbatches, cause.parameter] == expected
+    assert cause.factor == (None if factor is None else pytest.approx(factor, rel=1e-5))
+    golden(str(cause))
+    exchanged = {"doubled", "swapped-activations", "swapped-gradients"}
+    assert cause.kind != "extra-term" or exchanged.isdisjoint(kind for one in found.ruled_out for kind in one.kinds)
 
 
 def altered(site: Site, change: Callable[[Tensor], None]) -> Callable[[dict[Site, Gradient]], None]:

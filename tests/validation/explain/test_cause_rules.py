@@ -18,12 +18,6 @@ WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]
 
 
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
-
-
 def loss_fn(output: Any, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output[1] if isinstance(output, tuple) else output, target)
 
@@ -99,53 +93,53 @@ def step(
     return list(model), losses
 
 
-def judged(whitebox: WhiteBox, build: Callable[[], nn.Module], *, streams: int = 1, **changes: Any) -> Verdict:
+def judged(whitebox_here: WhiteBox, build: Callable[[], nn.Module], *, streams: int = 1, **changes: Any) -> Verdict:
     one = partial(step, **changes)
     given = [(x if streams == 1 else (x, x.flip(1)), target) for x, target in data()]
-    return whitebox.validate(one, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+    return whitebox_here.validate(one, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
 
 
-def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_wrong(whitebox: WhiteBox) -> None:
+def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_wrong(whitebox_here: WhiteBox) -> None:
     def tripled(model: Any) -> None:
         model[1].query.weight.grad *= 3
 
     build = partial(model_of, Attention, 2)
-    assert judged(whitebox, build).outcome == "pass"
-    verdict = judged(whitebox, build, after=tripled)
+    assert judged(whitebox_here, build).outcome == "pass"
+    verdict = judged(whitebox_here, build, after=tripled)
     (cause,) = verdict.causes
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.query.weight", 3.0)
     assert not verdict.undecided
 
 
-def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(whitebox: WhiteBox) -> None:
+def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(whitebox_here: WhiteBox) -> None:
     def exchanged(stage: int, given: Any) -> Any:
         return given[::-1] if stage == 1 else given
 
-    verdict = judged(whitebox, translator, streams=2, into=exchanged)
+    verdict = judged(whitebox_here, translator, streams=2, into=exchanged)
     assert verdict.outcome == "fail"
     assert "partition" not in {cause.kind for cause in verdict.causes}, str(verdict)
 
 
-def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: WhiteBox) -> None:
+def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox_here: WhiteBox) -> None:
     def evaluated(model: Any) -> None:
         model[0][1].eval()
 
-    verdict = judged(whitebox, partial(model_of, normed, 2), before=evaluated)
+    verdict = judged(whitebox_here, partial(model_of, normed, 2), before=evaluated)
     assert verdict.outcome == "fail"
     assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
 
 
-def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -> None:
+def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox_here: WhiteBox) -> None:
     def exchanged(model: Any) -> None:
         gradient = model[1][0].weight.grad
         gradient.copy_(torch.cat([gradient[WIDTH // 2 :], gradient[: WIDTH // 2]]))
 
-    (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).causes
+    (cause,) = judged(whitebox_here, partial(model_of, normed, 2), after=exchanged).causes
     assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
     golden(cause.detail)
 
 
-def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox: WhiteBox) -> None:
+def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox_here: WhiteBox) -> None:
     def spoilt(model: Any) -> None:
         draw = torch.Generator().manual_seed(2)
         for number, stage in enumerate(model):
@@ -153,7 +147,7 @@ def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
                 one.grad = one.grad * 3 if number < 2 else torch.randn(one.shape, generator=draw)
 
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
-    (cause,) = judged(whitebox, build, after=spoilt).causes
+    (cause,) = judged(whitebox_here, build, after=spoilt).causes
     assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
     golden(cause.detail, numbers=False)
 
@@ -174,7 +168,7 @@ def tied() -> nn.Module:
     return Tied()
 
 
-def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whitebox: WhiteBox) -> None:
+def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whitebox_here: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
         last = nn.Linear(WIDTH, WIDTH, bias=False)
         last.weight.data.copy_(model.last.weight.data)
@@ -188,18 +182,18 @@ def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whi
         model.middle.weight.grad *= 2
         return [first, second]
 
-    verdict = whitebox.validate(step, reference=tied, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(step, reference=tied, microbatches=data(), ranks=1, loss_fn=loss_fn)
     (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)
 
 
-def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox) -> None:
+def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox_here: WhiteBox) -> None:
     def tripled(model: Any) -> None:  # after the backwards, in which every output gradient was right
         for parameter in model[:2].parameters():
             parameter.grad *= 3
 
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3)
-    (cause,) = judged(whitebox, build, after=tripled).causes
+    (cause,) = judged(whitebox_here, build, after=tripled).causes
     assert (cause.kind, cause.factor, cause.stage) == ("scale", 3.0, 1)
     golden(cause.detail, numbers=False)
 
@@ -233,7 +227,7 @@ class Ends(nn.Module):
         return made
 
 
-def shared_at_both_ends(whitebox: WhiteBox, first: float, last: float, *, other: float = 1.0) -> Verdict:
+def shared_at_both_ends(whitebox_here: WhiteBox, first: float, last: float, *, other: float = 1.0) -> Verdict:
     """A step whose copies have each stage's share so often; the last stage's copy has the first's ``other`` times."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:
@@ -248,16 +242,16 @@ def shared_at_both_ends(whitebox: WhiteBox, first: float, last: float, *, other:
             its.grad = other * first * shares[0] + last * shares[1]  # type: ignore[operator]
         return [begin, middle, end], [loss.detach() for loss in losses]
 
-    return whitebox.validate(step, reference=build_loop, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    return whitebox_here.validate(step, reference=build_loop, microbatches=data(), ranks=1, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize(
     ("first", "last", "kind"), [(0.0, 1.0, "tied-not-summed"), (1.0, 2.0, "tied-doubled")], ids=["lost", "twice"]
 )
 def test_shares_of_a_layer_at_both_ends_are_told_apart(
-    whitebox: WhiteBox, first: float, last: float, kind: str
+    whitebox_here: WhiteBox, first: float, last: float, kind: str
 ) -> None:
-    verdict = shared_at_both_ends(whitebox, first, last)
+    verdict = shared_at_both_ends(whitebox_here, first, last)
     assert {cause.kind for cause in verdict.causes} == {kind}, str(verdict)
     shares = f"the share of stage 0 {first:g} times, the share of stage 2 {last:g} times"
     assert all(shares in cause.detail for cause in verdict.causes), str(verdict)
@@ -268,9 +262,9 @@ def test_shares_of_a_layer_at_both_ends_are_told_apart(
     [(-1.0, 1.0, "sign", 0), (1.0, 0.5, "scale", 2), (1.0, -1.0, "sign", 2), (-1.0, -1.0, None, 0)],
 )
 def test_a_share_that_was_multiplied_is_not_called_unsummed(
-    whitebox: WhiteBox, first: float, last: float, kind: str | None, stage: int
+    whitebox_here: WhiteBox, first: float, last: float, kind: str | None, stage: int
 ) -> None:
-    verdict = shared_at_both_ends(whitebox, first, last)
+    verdict = shared_at_both_ends(whitebox_here, first, last)
     if kind is None:
         assert "others once" not in verdict.details, str(verdict)
         return
@@ -279,14 +273,14 @@ def test_a_share_that_was_multiplied_is_not_called_unsummed(
     assert all(cause.detail.startswith(wrong) for cause in verdict.causes), str(verdict)
 
 
-def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox: WhiteBox) -> None:
-    verdict = shared_at_both_ends(whitebox, 1.0, 1.0, other=-1.0)
+def test_a_share_that_one_copy_has_otherwise_is_told_of_this_copy(whitebox_here: WhiteBox) -> None:
+    verdict = shared_at_both_ends(whitebox_here, 1.0, 1.0, other=-1.0)
     assert {(cause.kind, cause.stage) for cause in verdict.causes} == {("sign", 0)}, str(verdict)
     golden("\n".join(sorted(cause.detail for cause in verdict.causes)), numbers=False)
     assert all(" of stage 2" in cause.detail for cause in verdict.causes), str(verdict)
 
 
-def test_a_share_that_is_there_twice_may_have_been_multiplied(whitebox: WhiteBox) -> None:
-    verdict = shared_at_both_ends(whitebox, 1.0, 2.0)
+def test_a_share_that_is_there_twice_may_have_been_multiplied(whitebox_here: WhiteBox) -> None:
+    verdict = shared_at_both_ends(whitebox_here, 1.0, 2.0)
     found = {(cause.kind, cause.stage, cause.factor) for one in verdict.alternatives for cause in one}
     assert ("scale", 2, 2.0) in found, str(verdict)

@@ -8,11 +8,11 @@ import torch
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.observe.observed import Observed
-from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site, of_stage
+from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence, of_run
 from pipeproof.explain.rules.boundaries import boundaries
-from pipeproof.explain.rules.norms import norm
+from pipeproof.explain.rules.report import norm
 from pipeproof.explain.rules.weights import weights
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import diagnose, judge, setup_of
@@ -201,7 +201,9 @@ def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observ
 def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> None:
     own = [
         sum(
-            float(one.double().norm()) ** 2 for one in of_stage(runs[1].gradients(0), stage).values() if one is not None
+            float(one.double().norm()) ** 2
+            for site, one in runs[1].gradients(0).items()
+            if site[0] == stage and one is not None
         )
         ** 0.5
         for stage in range(2)

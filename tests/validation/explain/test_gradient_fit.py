@@ -29,12 +29,6 @@ NONES = "no gradient where zeros are expected: "
 DROPPED = "every microbatch is in every stage's sum"
 
 
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
-
-
 class Idle(nn.Module):
     """Half of it is multiplied by zero: it is in the graph, and its gradients are zeros."""
 
@@ -58,7 +52,9 @@ def build_idle() -> nn.Module:
     return model
 
 
-def judged(whitebox: WhiteBox, without: Collection[str], reference: Callable[[], nn.Module] = build_model) -> Verdict:
+def judged(
+    whitebox_here: WhiteBox, without: Collection[str], reference: Callable[[], nn.Module] = build_model
+) -> Verdict:
     """A right step, but for the gradients of ``without``, which are None."""
 
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
@@ -69,24 +65,24 @@ def judged(whitebox: WhiteBox, without: Collection[str], reference: Callable[[],
                 parameter.grad = None
         return model, losses
 
-    return whitebox.validate(step, reference=reference, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
+    return whitebox_here.validate(step, reference=reference, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("without", [["idle"], ["idle.bias"]], ids=["both", "one"])
-def test_none_where_zeros_are_due_passes_and_is_told(whitebox: WhiteBox, without: list[str]) -> None:
-    verdict = judged(whitebox, without)
+def test_none_where_zeros_are_due_passes_and_is_told(whitebox_here: WhiteBox, without: list[str]) -> None:
+    verdict = judged(whitebox_here, without)
     assert verdict.outcome == "pass", verdict
     golden(verdict.law("presence").note)
 
 
-def test_one_that_is_missing_where_something_is_due_fails(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, ["used.bias"])
+def test_one_that_is_missing_where_something_is_due_fails(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, ["used.bias"])
     assert [(cause.kind, cause.parameter) for cause in verdict.causes] == [("missing", "used.bias")]
     assert DROPPED in [one.evidence for one in verdict.ruled_out], "the weight shows it"
 
 
-def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, ["used"])
+def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, ["used"])
     assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.causes] == [
         ("missing", "used.bias", "also: used.weight")
     ], "two others have their gradients: it is not every parameter"
@@ -94,15 +90,15 @@ def test_zeros_that_are_due_tell_nothing_of_the_microbatches(whitebox: WhiteBox)
     assert DROPPED not in [one.evidence for one in verdict.ruled_out]
 
 
-def test_where_no_parameter_has_a_gradient_every_one_is_named(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, ["used", "idle"])
+def test_where_no_parameter_has_a_gradient_every_one_is_named(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, ["used", "idle"])
     assert [(cause.kind, cause.parameter, cause.detail) for cause in verdict.causes] == [
         ("missing", None, "every gradient")
     ]
 
 
-def test_where_all_is_none_and_zeros_nothing_was_compared(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, ["idle"], reference=build_idle)
+def test_where_all_is_none_and_zeros_nothing_was_compared(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, ["idle"], reference=build_idle)
     assert verdict.outcome == "unknown", verdict
     assert verdict.law("gradient").note == "nothing was compared"
 

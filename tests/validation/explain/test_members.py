@@ -1,11 +1,15 @@
-"""What a norm may be of what ranks have in common; where it fits nothing, nothing is said."""
+"""How often each microbatch is in what ranks have of a parameter, and what a norm of it may be."""
 
+from collections.abc import Mapping, Sequence
+
+import pytest
 import torch
 from torch import Tensor
 
 from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
-from pipeproof.explain.members import Members
+from pipeproof.explain.members import Members, makeups
+from pipeproof.reference.step import Contribution, Expected
 from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart, RankMade
 from pipeproof.whitebox.shared_stages import join_parts
@@ -49,3 +53,53 @@ def test_a_norm_that_counts_copies_for_each_rank() -> None:
     told = (None, "parameters that several ranks hold are counted once for each rank")
     assert found(part(WHOLE), part(WHOLE), norms=(twice, twice)) == [told]
     assert found(part(WHOLE), part(WHOLE), norms=(twice, 1.001 * twice)) == [], "ranks do not agree"
+
+
+DRAW = torch.Generator().manual_seed(0)
+OF_EACH = [torch.randn(32, generator=DRAW) for _ in range(4)]
+TOTAL = torch.stack(OF_EACH).sum(dim=0)
+EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, "w"): TOTAL})
+TWO = Replicas((0, 1), 4)
+LEFT, RIGHT = Shard(((0, 16),)), Shard(((16, 32),))
+
+
+def held_by(*ranks: Tensor | None, shards: Sequence[Shard] = (), known: bool = True) -> Members:
+    """What each rank has of one parameter; not ``known``: what microbatches give is known together alone."""
+    own: list[Mapping[int, Shard]] = [{0: shard} for shard in shards] or [{} for _ in ranks]
+    parts = [ModulePart((Local("w"),), (one,), shards=lying) for one, lying in zip(ranks, own, strict=True)]
+    merged = ModulePart((Local("w"),), (ranks[0],), members=tuple(enumerate(parts)))
+    contributions = [Contribution(0.0, {(0, "w"): one}) for one in OF_EACH] if known else ()
+    return Members([PlacedStage(0, 0, merged, {0: "w"}, {})], TWO, lambda: contributions, [None] * len(ranks))
+
+
+def of(*counts: float) -> Tensor:
+    return torch.stack([count * one for count, one in zip(counts, OF_EACH, strict=True)]).sum(dim=0)
+
+
+@pytest.mark.parametrize(
+    "counts", [(1, 1, 1, 1), (1, 0, 1, 0), (2, 0, 2, 0), (1, 1, 1, 0), (0.5, 0.5, 0.5, 0.5), (0, 0, 0, 0), (1, 2, 1, 1)]
+)
+def test_how_often_each_microbatch_is_there(counts: tuple[float, ...]) -> None:
+    made = makeups(held_by(of(*counts), TOTAL), EXPECTED)["w"]
+    assert [*made.counts] == [counts, (1.0,) * 4]
+    assert made.right == made.alike == (counts == (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, -1.0, 0.0])
+def test_of_what_is_known_together_alone_a_factor_is_told(factor: float) -> None:
+    made = makeups(held_by(factor * TOTAL, OF_EACH[0], known=False), EXPECTED)["w"]
+    assert [*made.counts] == [(factor,), None]
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 0, 1), (61 / 64,) * 4, (1.0004,) * 3 + (0.0,)])
+def test_shards_are_alike_where_each_lies_as_it_should(counts: tuple[float, ...]) -> None:
+    lost = of(*counts)
+    alike = makeups(held_by(LEFT.of(lost), RIGHT.of(lost), shards=(LEFT, RIGHT)), EXPECTED)["w"]
+    assert (alike.right, alike.alike) == (False, True)
+    differ = makeups(held_by(LEFT.of(lost), RIGHT.of(TOTAL), shards=(LEFT, RIGHT)), EXPECTED)["w"]
+    assert (differ.right, differ.alike) == (False, False)
+
+
+@pytest.mark.parametrize("gradient", [None, TOTAL[:3], TOTAL / 0], ids=["none", "another shape", "not finite"])
+def test_what_cannot_be_held_against_what_is_due_is_left_out(gradient: Tensor | None) -> None:
+    assert makeups(held_by(TOTAL, gradient), EXPECTED) == {}

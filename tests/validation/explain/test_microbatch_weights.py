@@ -2,36 +2,11 @@
 
 import pytest
 import torch
-from test_attribution import COUNT, Change, Rows, attributed, batches, build, loss_fn, met, of_stage, only, site_of
+from test_attribution import COUNT, Rows, attributed, batches, build, factors, loss_fn, met, of_stage, only, site_of
 
 from pipeproof.core.cause import Cell
 from pipeproof.reference.step import Gradient, Site
 from tests.support.golden import golden
-
-
-def factors(stages: tuple[int, ...], *each: float) -> Change:
-    """How often each microbatch is in the sums of ``stages``."""
-
-    def change(rows: Rows) -> None:
-        for stage in stages:
-            for m, factor in enumerate(each):
-                of_stage(stage, m, factor)(rows)
-
-    return change
-
-
-def test_several_factors_of_one_stage_are_one_cause_that_tells_all() -> None:
-    found = attributed(factors((1,), 0.1, 0.7, 1.3, 1.0))
-    cause = only(found)
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("scale", 1, 1, (0, 1, 2))
-    assert cause.factor is None, "there is no one factor"
-    golden(cause.detail)
-
-
-def test_a_factor_of_all_but_one_is_told_with_that_one() -> None:
-    cause = only(attributed(factors((1,), 2.0, 2.0, 2.0, 1.0)))
-    assert (cause.kind, cause.stage, cause.factor) == ("scale", 1, 2.0)
-    golden(cause.detail)
 
 
 def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
@@ -42,19 +17,6 @@ def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
     ]
 
 
-def test_microbatches_that_were_added_more_and_more_often_are_one_cause() -> None:
-    """As where gradients are not cleared after each was added to a sum."""
-    cause = only(attributed(factors((1,), 1.0, 2.0, 3.0, 4.0)))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 1, (1, 2, 3))
-    golden(cause.detail)
-
-
-def test_a_whole_number_among_other_factors_is_one_of_them() -> None:
-    cause = only(attributed(factors((1,), 0.7, 0.8, 1.3, 2.0)))
-    assert (cause.kind, cause.microbatches) == ("scale", (0, 1, 2, 3))
-    golden(cause.detail)
-
-
 @pytest.mark.parametrize("factor", [1.05, 1.25])
 def test_a_factor_of_coarse_gradients_is_told_as_exactly_as_rounding_leaves_it(factor: float) -> None:
     cause = only(attributed(factors((0, 1, 2), *[factor] * COUNT), dtype=torch.bfloat16))
@@ -63,25 +25,6 @@ def test_a_factor_of_coarse_gradients_is_told_as_exactly_as_rounding_leaves_it(f
 
 def test_a_cell_has_digits_enough_to_be_the_same_number_in_every_stage() -> None:
     assert (str(Cell(0.5625001)), str(Cell(0.5624999)), str(Cell(1.125))) == ("0.5625", "0.5625", "1.125")
-
-
-@pytest.mark.parametrize("factor", [1.0001, 1.001, 1.01, 1.1, 0.999])
-def test_a_stage_that_is_off_by_a_little_is_named_like_one_that_is_far_off(factor: float) -> None:
-    cause = only(attributed(factors((1,), *[factor] * COUNT)))
-    assert (cause.kind, cause.stage) == ("scale", 1)
-    assert cause.factor == pytest.approx(factor, rel=1e-5)
-
-
-@pytest.mark.parametrize("factor", [0.999, 0.5])
-def test_what_came_down_with_the_output_gradient_is_named_where_it_came_in(factor: float) -> None:
-    cause = only(attributed(factors((0, 1), *[factor] * COUNT)))
-    assert (cause.kind, cause.stage, cause.rank) == ("scale", 1, 1)
-
-
-def test_one_fault_in_several_stages_is_one_cause() -> None:
-    cause = only(attributed(factors((0, 2), 1.0, 0.0, 1.0, 1.0)))
-    assert (cause.kind, cause.stages, cause.stage, cause.microbatches) == ("dropped", (0, 2), None, (1,))
-    golden(str(cause))
 
 
 def test_faults_are_told_from_the_loss_down_as_gradients_flow() -> None:
@@ -107,16 +50,6 @@ def test_one_wrong_parameter_that_is_a_multiple_names_nothing_where_others_are_l
     found = attributed(after=spoil)
     assert found.causes == ()
     assert any("2.up.weight" in line for line in found.unknown)
-
-
-def test_one_wrong_parameter_alone_is_named_by_its_factor_and_no_number_of_things() -> None:
-    def spoil(gradients: dict[Site, Gradient]) -> None:
-        alone = gradients[1, "2.up.bias"]
-        assert alone is not None
-        alone /= 3  # as many as there are ranks
-
-    cause = only(attributed(after=spoil))
-    assert (cause.kind, cause.stage, cause.parameter, cause.detail) == ("scale", 1, "2.up.bias", "0.333333 times")
 
 
 def test_the_table_has_a_row_for_each_stage() -> None:

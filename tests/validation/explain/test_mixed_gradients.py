@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.explain.explanation import Explanation
+from pipeproof.explain.atoms import Explanation
 from pipeproof.explain.mixed_gradients import find_mixed
 
 DRAW = torch.Generator().manual_seed(0)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeproof.explain.model_beside import ModelBeside
-from pipeproof.explain.played import model_beside, play
+from pipeproof.explain.played import ModelBeside, model_beside, play
 from pipeproof.explain.substitutions import Substitution, between, change_kept, inside, of_data
 from pipeproof.own.case import Case
 from pipeproof.own.judgement import setup_of

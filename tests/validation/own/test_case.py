@@ -1,14 +1,28 @@
 """A case and its replay line."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 
+from pipeproof import World
+from pipeproof.commands.cli import main
 from pipeproof.core.limits import PRECISIONS
-from pipeproof.own.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
+from pipeproof.own.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError, own_schedule
 from pipeproof.own.fuzz import cases
+from pipeproof.own.observe import observe
+from pipeproof.own.validator import validate
+from pipeproof.pipeline.files import read_file
+from pipeproof.pipeline.laws import LawBroken
+from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import build
 from pipeproof.reference.model import DTYPES as REFERENCE_DTYPES
 from pipeproof.reference.model import MODELS as REFERENCE_MODELS
+from pipeproof.worlds.shipping import pack, unpack
+from tests.support.golden import golden
+from tests.support.warm_start import Ended
 
 
 @given(cases())
@@ -88,3 +102,106 @@ def test_text_that_is_no_case_is_refused_with_the_reason(text: str, words: str) 
 def test_schedules_and_splits_that_cannot_be_are_refused(text: str, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         Case.parse(text)
+
+
+# Three stages on two ranks, one of them with two; the second microbatch goes first on its way back.
+UNEVEN = "0F0,0F1,2F0,2F1,2B1,2I0,2W0,0B1,0B0\n1F0,1F1,1B1,1B0\n"
+PLAN = build("zb-v", ranks=2, microbatches=3)
+FILES = {
+    "a schedule": UNEVEN,
+    "overlaps": build("dualpipev", ranks=2, microbatches=4).to_csv(),
+    "a program of torch 2.13": lower(PLAN).to_csv(),
+    "a program of torch 2.15": lower(PLAN, early=2).with_waits.to_csv(),
+    "both ranks receive first": "0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_runs_as_it_stands_and_is_right(name: str, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "a file.csv"
+    path.write_text(FILES[name])
+    own = own_schedule(path)
+    schedule = own.schedule if isinstance(own, Program) else own
+    stages = (schedule.n_ranks, schedule.n_stages, schedule.microbatches)
+    line = "{} r{} s{} m{} model=gpt-tied plan=train+eval+train seed=3".format(path, *stages)
+    case = Case.parse(line)
+    path.unlink()  # nothing reads it again, on whatever rank
+    observed = observe(case, world)
+    for rank, row in enumerate(observed.ranks):
+        assert row[0].executed == schedule.ranks[rank]
+    verdict = validate(case, world)
+    verdict.raise_if_failed()
+    assert verdict.tier == "bitwise"
+
+
+def test_a_case_of_a_file_is_its_replay_line_and_travels_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a file.csv"
+    path.write_text(FILES["a program of torch 2.15"])
+    line = f"{path} r2 s4 m3 split=1,2,1,3 model=mlp ragged seed=5"
+    case = Case.parse(line)
+    assert str(case) == line
+    assert Case.parse(str(case)) == case == Case(
+        str(path), 2, 2, 3, (1, 2, 1, 3), model="mlp", ragged=True, seed=5
+    )  # fmt: skip
+    own = read_file(path)
+    path.unlink()
+    arrived = unpack(pack(case))
+    assert arrived == case
+    assert arrived.run == own
+    assert arrived.built.ranks == PLAN.ranks
+
+
+def test_a_line_whose_file_has_other_numbers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(UNEVEN)
+    words = "has 2 ranks, 3 stages, 2 microbatches and up to 2 stages on a rank, not 2 ranks, 3 stages, 4 microbatches"
+    with pytest.raises(CaseError, match=words):
+        Case.parse(f"{path} r2 s3 m4")
+    with pytest.raises(CaseError, match="not 2 ranks, 4 stages"):
+        Case.parse(f"{path} r2 s4 m2")
+
+
+def test_a_lawless_file_is_no_case(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0,0B0")
+    with pytest.raises(LawBroken, match="has 2 B"):
+        Case.parse(f"{path} r1 s1 m1")
+
+
+@pytest.mark.sweep
+@pytest.mark.pipeproof_ranks
+def test_the_command_runs_a_file_and_the_line_that_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.csv").write_text("0F0,0F1,1F0,1B0,1F1,1B1,0I1,0I0,0W0,0W1\n")
+    command = ["validate", "--schedule", "mine.csv", "--model", "mlp", "--layers", "3", "--split", "1,2"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:7] == ["mine.csv", "mlp", "fp32", "1", "2", "2", "1,2"]
+    line = "mine.csv r1 s2 m2 split=1,2 model=mlp ragged unequal seed=0"
+    assert main(["replay", line]) == 0
+    golden(capsys.readouterr().out, lines="1 pass")
+
+
+ELSEWHERE = """
+import os, sys
+if os.environ["RANK"] != "0":
+    os.chdir("..")
+from pipeproof.commands.cli import main
+sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
+"""
+
+
+@pytest.mark.sweep
+def test_under_torchrun_the_file_is_needed_where_rank_0_is(torchrun: Callable[..., Ended], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ELSEWHERE)
+    (tmp_path / "mine.csv").write_text(FILES["a program of torch 2.15"])
+    done = torchrun(tmp_path, "script.py", ranks=2)
+    assert done.returncode == 0, done.stdout
+    golden(done.stdout, lines="1 pass")
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,1X0")
+    done = torchrun(tmp_path, "script.py", ranks=2)
+    assert done.returncode != 0
+    said = [line for line in done.stdout.splitlines() if line.startswith("pipeproof:")]
+    assert len(said) == 1, done.stdout
+    golden(said[0])

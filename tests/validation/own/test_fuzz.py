@@ -14,7 +14,6 @@ from pipeproof.own.runtimes import OWN, TORCH
 from pipeproof.own.validator import validate
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.wings.simulated import EVERY, Decisions, SimulatedWorld, Simulation
-from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 
@@ -85,7 +84,7 @@ def test_a_failure_shrinks_to_the_least_that_fails() -> None:
     assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
     assert found.verdict.outcome == "fail"
     assert found.repeated
-    assert tally.verdicts["fail"] > 0
+    assert tally.counts["verdicts"]["fail"] > 0
 
 
 def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
@@ -99,7 +98,7 @@ def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
     assert found.case == ran[2]
     assert found.verdict.config == str(ran[2])
     assert not found.repeated
-    assert tally.verdicts["fail"] == 1
+    assert tally.counts["verdicts"]["fail"] == 1
 
 
 def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() -> None:
@@ -131,15 +130,15 @@ def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
 
 def test_a_tally_counts_and_reads_well() -> None:
     tally = Tally(10)
-    tally.verdicts.update({"pass": 3, "fail": 1})
-    tally.tiers.update({"bitwise": 3, "none": 1})
+    tally.counts["verdicts"].update({"pass": 3, "fail": 1})
+    tally.counts["tiers"].update({"bitwise": 3, "none": 1})
     golden(str(tally))
 
 
 def test_real_ranks_agree_on_a_short_campaign(world: World) -> None:
     tally = Tally(15)
     assert fuzz(world, tally, seed_=11) is None
-    assert tally.tiers == {"bitwise": 15}
+    assert tally.counts["tiers"] == {"bitwise": 15}
 
 
 def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) -> None:
@@ -150,7 +149,6 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
     assert found is not None
     smallest = found.case
     assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
-    assert found.verdict is not None
     assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
     assert validate(Case.parse(str(smallest)), world).outcome == "fail"
 
@@ -171,8 +169,8 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
     assert found is not None
     assert found.case.microbatches == 3
     assert found.decision == Simulation(Transport.RANK, 41)
-    assert sum(tally.transports.values()) == sum(tally.deciders.values()) == tally.cases
-    assert len(tally.transports) > 2
+    assert sum(tally.counts["transports"].values()) == sum(tally.counts["deciders"].values()) == tally.cases
+    assert len(tally.counts["transports"]) > 2
     assert len(rooms) > 1
 
 
@@ -183,7 +181,7 @@ def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> Non
         tally = Tally(100)
         with SimulatedWorld() as world:
             assert fuzz(world, tally, strategy=st.just(case), run=lambda *_: PASS, deciding=deciding) is None
-        assert len(tally.transports) == count
+        assert len(tally.counts["transports"]) == count
 
 
 @pytest.mark.sweep
@@ -195,8 +193,8 @@ def test_a_rank_that_dies_is_a_finding(world: World) -> None:
     tally = Tally(1)
     found = fuzz(world, tally, run=run)
     assert found is not None
-    assert isinstance(found.failure, RankFailed)
-    assert tally.verdicts["hang or crash"] >= 1
+    assert found.verdict.ended == "error"
+    assert tally.counts["verdicts"]["hang or crash"] >= 1
 
 
 def die(context: object) -> None:
@@ -208,9 +206,3 @@ def test_the_simplest_case_is_plain() -> None:
     assert find(cases(), lambda case: True, settings=settings(database=None)) == Case(
         "naive", 1, 1, 1, (1,), model="mlp", plan=("train",)
     )
-
-
-@pytest.mark.parametrize("budget", [1, 7])
-def test_a_budget_is_a_number_of_cases(budget: int) -> None:
-    ran, _ = campaign(budget, 3)
-    assert len(ran) == budget

@@ -5,14 +5,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeproof.core.observe.observed import Claim, RankOperation
 from pipeproof.core.observe.wrappers import AroundStage
 from pipeproof.own.case import Case
 from pipeproof.own.data import data_for
 from pipeproof.own.judgement import judge
-from pipeproof.own.observe import WatchedStage, observe, observe_rank
-from pipeproof.own.replicated import as_one
+from pipeproof.own.observe import WatchedStage, as_one, observe, observe_rank
+from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.stage import Goal
 from pipeproof.reference.model import build_model
 from pipeproof.worlds.worker import RankContext
@@ -86,7 +87,7 @@ def planted(context: RankContext, case: Case, place: str) -> list[Any]:
     ("place", "law", "recorded"),
     [
         ("own.observe.WatchedStage._note", "not observed", True),
-        ("core.observe.recorder.RecordedStage.weights", "pass", False),
+        ("core.observe.recorder.RecordedStage._mark_passage", "pass", False),
         ("core.observe.recorder.RecordedStage._on_flow", "pass", False),
     ],
 )
@@ -97,3 +98,54 @@ def test_an_observer_that_raises_leaves_the_step_as_it_is(world: World, place: s
     assert (verdict.outcome, verdict.law("microbatches").outcome) == ("pass", law), str(verdict)
     assert (observed.recording(0) is not None) == recorded
     assert ("planted" in verdict.law("microbatches").note) == (law == "not observed")
+
+
+CASE = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train options=unscaled replicas=2 runtime=torch")
+SITE = (0, "weight")
+
+
+def observed(gradient: Tensor | None, parameter: float = 1.0) -> RankOperation:
+    ran = tuple(Action(0, kind, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(2))
+    called = ((ran[0], True), (ran[1], True))
+    parameters = {SITE: torch.full((2,), parameter)}
+    return RankOperation("train", (0.5, 0.25), ran, called=called, gradients={SITE: gradient}, parameters=parameters)
+
+
+def broken(*rows: RankOperation) -> list[Claim]:
+    claims = [claim for rank in as_one(CASE, [(row,) for row in rows]).ranks for claim in rank[0].claims]
+    assert {claim.law for claim in claims} == {"replicas"}
+    return [claim for claim in claims if not claim.holds]
+
+
+def test_microbatches_are_numbered_over_all_replicas() -> None:
+    one = as_one(CASE, [(observed(torch.ones(2)),), (observed(torch.ones(2)),)])
+    assert one.forwards(0) == {0: [0, 2, 1, 3]}
+    assert one.backwards(0) == {0: [0, 2, 1, 3]}
+    assert [rank[0].share for rank in one.ranks] == [(0, 2), (1, 3)]
+    assert sorted(action.microbatch for action, _ in one.calls(0)) == [0, 1, 2, 3]
+    assert one.gradient_sites(0) == [SITE]  # once, for all replicas
+
+
+def test_equal_replicas_hold() -> None:
+    assert broken(observed(torch.ones(2)), observed(torch.ones(2))) == []
+    assert broken(observed(None), observed(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (observed(torch.ones(2) * (1 + 1e-7)), "another gradient than rank 0's, relative error 1.2e-07"),
+        (observed(None), "another gradient than rank 0's, which has one"),
+        (observed(torch.ones(2), parameter=2.0), "another parameter than rank 0's, relative error 1"),
+    ],
+    ids=["gradient", "none", "parameter"],
+)
+def test_what_differs_is_said(other: RankOperation, words: str) -> None:
+    (claim,) = broken(observed(torch.ones(2)), other)
+    assert (claim.rank, claim.site, claim.observed) == (1, SITE, words)
+
+
+def test_a_single_replica_is_left_as_it_is() -> None:
+    alone = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train runtime=torch")
+    row = (observed(torch.ones(2)),)
+    assert as_one(alone, [row]).ranks == (row,)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.findings import FINDINGS, Finding, is_known
 from pipeproof.own.fuzz import Tally, cases, fuzz
 from pipeproof.own.judgement import judge
-from pipeproof.own.replicated import as_one
+from pipeproof.own.observe import as_one
 from pipeproof.own.runtimes import TORCH, TORCH_CLASSES
 from pipeproof.own.torch_runtime import TorchRank, observe_torch
 from pipeproof.own.validator import validate
 from pipeproof.pipeline.transports import Transport
 from pipeproof.whitebox import torch_pipelining
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -193,9 +195,12 @@ def test_what_torch_cannot_run_is_a_sentence(line: str, why: str) -> None:
         Case.parse(line)
 
 
-def test_a_finding_that_shows_in_most_runs_is_tried_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    observed = iter(["pass", "raised"])
-    monkeypatch.setattr(Finding, "_try", lambda self, world: next(observed))
-    assert Finding("now and then", "", lambda case: True, tries=6).verdict(object()) == "raised"  # type: ignore[arg-type]
-    monkeypatch.setattr(Finding, "_try", lambda self, world: "pass")
-    assert Finding("mended", "", lambda case: True, tries=2).verdict(object()) == "pass"  # type: ignore[arg-type]
+def test_a_finding_that_shows_in_most_runs_is_tried_until_it_does() -> None:
+    finding = Finding("now and then", FINDINGS[0].line, lambda case: True, tries=2)
+    for outcomes, expected in ((["pass", "fail"], "fail"), (["fail"], "fail"), (["pass", "pass"], "pass")):
+        verdicts = [Verdict("", outcome, "none", ()) for outcome in outcomes]  # type: ignore[arg-type]
+        with mock.patch("pipeproof.own.findings.judge_case", side_effect=verdicts) as judged:
+            assert finding.verdict(object()) == expected  # type: ignore[arg-type]
+        assert judged.call_count == len(outcomes)
+    with mock.patch("pipeproof.own.findings.judge_case", side_effect=RankFailed([RankReport(0, Ending.DIED, "")])):
+        assert finding.verdict(object()) == "raised"  # type: ignore[arg-type]

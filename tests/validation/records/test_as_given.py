@@ -15,7 +15,7 @@ from pipeproof.records.step_check import StepCheck, check_step
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 DATA = pairs(2)
 BESIDE = SingleDevice(blocks, loss_fn)
@@ -32,17 +32,12 @@ def reported(check: StepCheck, model: nn.Module) -> None:
     check.report(losses=[loss_fn(model(inputs), target).item() for inputs, target in DATA])
 
 
-def train(model: nn.Module) -> None:
-    for inputs, target in DATA:
-        (loss_fn(model(inputs), target) / len(DATA)).backward()
-
-
 def judged(comparing: Comparing = compared, **given: Any) -> Verdict:
     """The verdict on a right step of one rank, whose training must end whatever is given."""
     model = blocks()
     usual: dict[str, Any] = {"modules": model, "microbatches": DATA, "against": BESIDE, "timeout_s": 5}
     with check_step(**usual | given) as check:
-        train(model)
+        backward(model, DATA)
         comparing(check, model)
     assert all(one.grad is not None for one in model.parameters())
     return check.verdict

@@ -142,7 +142,7 @@ def test_a_crash_while_a_side_is_computed_is_told(monkeypatch: pytest.MonkeyPatc
     def crash(*_: object) -> Any:
         raise ZeroDivisionError("no reference")
 
-    monkeypatch.setattr("pipeproof.records.recomputed_record.record_expected", crash)
+    monkeypatch.setattr("pipeproof.records.difference.record_expected", crash)
     found = why(run_of(ONE), run_of(OTHER))
     assert found.reason == "unknown"
     golden(str(found.sides[0]).rpartition(" (")[0])

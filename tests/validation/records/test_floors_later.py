@@ -17,6 +17,7 @@ from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_parts import StepPart
 from tests.support.golden import golden
+from tests.support.steps import backward
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -36,15 +37,12 @@ def checked(model: nn.Module, times: float, *, source: SingleDevice, late: Calla
     draw = torch.Generator().manual_seed(1)
     data = [(x, y) for x, y in torch.randn(4, 2, 3, 4, generator=draw)]
     with check_step(model, data, against=source) as check:
-        losses = []
-        for inputs, target in data:
-            losses.append(loss_fn(model(inputs), target))
-            (losses[-1] / 4).backward()
+        losses = backward(model, data, by=loss_fn)
         gradient = model.get_parameter("0.weight").grad
         assert gradient is not None
         gradient.mul_(times)
         check.gradients()
-        check.report(losses=[one.item() for one in losses])
+        check.report(losses=losses)
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         model.zero_grad(set_to_none=False)
         late(data)
@@ -55,13 +53,13 @@ def checked(model: nn.Module, times: float, *, source: SingleDevice, late: Calla
 def test_floors_are_measured_once_where_bits_differ(
     times: float, verdict: str, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, floors = list[object](), step_record._floors
+    measured, floors = list[object](), step_record.OneDevice._measure
 
     def counting(*given: object, **more: object) -> object:
         measured.append(given)
         return floors(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(step_record, "_floors", counting)
+    monkeypatch.setattr(step_record.OneDevice, "_measure", counting)
     found = checked(build(), times, source=SingleDevice(build, loss_fn), late=lambda data: None)
     assert (found.outcome, len(measured)) == (verdict, runs), str(found)
     assert found.law("gradient").floor > 0 or not runs
@@ -109,22 +107,21 @@ def test_nothing_is_fetched_once_no_rank_waits_any_more(
     times: float, floors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has its verdict takes back what it laid out: another that asks for it then would wait in vain."""
-    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, step_check.join_parts)
+    asked, (fetch, joined) = list[str](), (ReferenceBeside.fetch, step_check.judge_parts)
 
     def fetching(self: ReferenceBeside, name: str) -> Tensor:
         asked.append(name)
         return fetch(self, name)
 
-    def joining(parts: Sequence[StepPart], expected: tuple[Record, int], **more: Any) -> Verdict:
+    def joining(parts: Sequence[StepPart], record: Record, number: int, **more: Any) -> Verdict:
         asked.clear()
-        record, number = expected
         monkeypatch.setattr(record.operations[number].gradients, "_last", None)  # as of another rank
-        verdict = joined(parts, expected, **more)
+        verdict = joined(parts, record, number, **more)
         assert asked == []
         return verdict
 
     monkeypatch.setattr(ReferenceBeside, "fetch", fetching)
-    monkeypatch.setattr(step_check, "join_parts", joining)
+    monkeypatch.setattr(step_check, "judge_parts", joining)
     source = SingleDevice(build, loss_fn, floors=floors)
     verdict = checked(build(), times, source=source, late=lambda data: None)
     assert (verdict.outcome, verdict.stopped) == ("pass", "")

@@ -12,11 +12,10 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import FlatShard
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
-from tests.support.steps import pairs
+from tests.support.steps import backward, loss_fn, pairs
 
 WIDTH = 4
 CUT = 6  # where the flat gradient of 16 elements is cut
-loss_fn = nn.functional.mse_loss
 
 
 def build() -> nn.Module:
@@ -50,13 +49,12 @@ def step(context: RankContext, fault: str) -> Verdict:
     rank, model = context.rank, build()
     data = pairs(4, width=WIDTH)[2 * rank : 2 * rank + 2]
     with check_step({0: model}, data, against=SingleDevice(build, loss_fn), timeout_s=20.0) as check:
-        for inputs, target in data:
-            (loss_fn(model(inputs), target) / 4).backward()
+        losses = backward(model, data, divisor=4)
         gradient = model.get_parameter("weight").grad
         assert gradient is not None
         dist.all_reduce(gradient)
         check.gradients({} if fault in ("silent", "by index") and rank else {"weight": part_of(gradient, rank, fault)})
-        check.report(losses=[float(loss_fn(model(inputs), target)) for inputs, target in data])
+        check.report(losses=losses)
     return check.verdict
 
 

@@ -14,7 +14,7 @@ from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from tests.support.steps import WIDTH, loss_fn, pairs
+from tests.support.steps import WIDTH, backward, loss_fn, pairs
 
 
 class Layer(nn.Linear):
@@ -64,13 +64,11 @@ class Job:
     def _step(self, model: nn.Sequential, sums: dict[str, Tensor], number: int) -> Verdict:
         data = pairs(3, rows=self.rows if number else 4, seed=number)
         with check_step(model, data, against=self._against(model, data)) as check:
-            losses = [loss_fn(model(x).float(), target) for x, target in data]
-            for one in losses:
-                (one / len(data)).backward()
+            losses = backward(model, data, by=lambda y, target: loss_fn(y.float(), target))
             for name, one in model.named_parameters():
                 sums[name] += one.grad
             check.gradients(sums if self.main else None)
-            check.report(losses=[one.item() for one in losses])
+            check.report(losses=losses)
         with torch.no_grad():
             for one in model.parameters():
                 one -= self.rate * one.grad
@@ -109,11 +107,9 @@ def test_a_step_after_one_that_was_bit_for_bit_is_held_to_that(name: str) -> Non
 def test_what_is_remembered_goes_with_the_job() -> None:
     model = build()
     with check_step(model, data := pairs(3), against=SingleDevice(build, loss_fn)) as check:
-        losses = [loss_fn(model(x), target) for x, target in data]
-        for one in losses:
-            (one / 3).backward()
+        losses = backward(model, data)
         check.gradients()
-        check.report(losses=[one.item() for one in losses])
+        check.report(losses=losses)
     kept = last_check({0: model})
     assert kept.bitwise_laws(data) == kept.exact == {"loss", "gradient"}, str(check.verdict)
     assert kept.bitwise_laws(pairs(3, rows=5)) == kept.bitwise_laws(pairs(2)) == kept.bitwise_laws(None) == frozenset()

@@ -1,12 +1,12 @@
 """What each rank brings to a checked step, and what follows from all of it together."""
 
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.core.verdict import Verdict
@@ -24,7 +24,9 @@ from pipeproof.records.record import Record, RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
+from pipeproof.worlds.side_store import Exchange, SideStore
 from tests.support.golden import golden
+from tests.support.steps import backward, loss_fn
 
 
 def test_ranks_that_run_other_microbatches_are_named() -> None:
@@ -79,51 +81,9 @@ def test_a_replica_s_ranks_must_agree() -> None:
     assert list(run_of(arrivals)[1]) == [3]
 
 
-loss_fn = nn.functional.mse_loss
 DATA: list[tuple[object, object]] = [
     (torch.randn(4, 3, generator=torch.Generator().manual_seed(k)), torch.full((4, 3), float(k))) for k in range(2)
 ]
-
-
-class Shared:
-    """What two threads exchange."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2)
-        self.values: dict[tuple[str, int], object] = {}
-        self.tensors: dict[str, Tensor] = {}
-        self.given = threading.Condition()
-
-
-class BetweenThreads:
-    """One thread's exchange with the other."""
-
-    ranks = 2
-
-    def __init__(self, rank: int, shared: Shared) -> None:
-        self.rank, self._shared = rank, shared
-
-    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        self._shared.values[what, self.rank] = value
-        self._shared.barrier.wait(30)
-        found = [self._shared.values[what, rank] for rank in range(2)]
-        self._shared.barrier.wait(30)
-        return found
-
-    finish = gather
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        with self._shared.given:
-            self._shared.tensors[name] = tensor.detach().clone()
-            self._shared.given.notify_all()
-
-    def take(self, name: str, *, bound_s: float) -> Tensor:
-        with self._shared.given:
-            self._shared.given.wait_for(lambda: name in self._shared.tensors, 30)
-            return self._shared.tensors[name]
-
-    def clear(self, names: Iterable[str]) -> None:
-        pass
 
 
 class Layer(nn.Module):
@@ -146,8 +106,14 @@ def build() -> nn.Sequential:
 
 def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Verdict:
     """The verdict on a right step in which each rank has a layer; ``options`` is what goes wrong."""
-    shared, model, ranks = Shared(), build(), threading.local()
-    monkeypatch.setattr("pipeproof.records.checked_step.exchange", lambda: BetweenThreads(ranks.number, shared))
+    store, model, ranks = dist.HashStore(), build(), threading.local()
+
+    def exchange() -> Exchange:
+        found = Exchange(SideStore(store, rank=ranks.number, ranks=2))
+        found._prefix = "both ranks'"  # they share a process, and its count
+        return found
+
+    monkeypatch.setattr("pipeproof.records.checked_step.exchange", exchange)
     losses: list[float] = []
     ready, done = threading.Barrier(2), threading.Barrier(2)
 
@@ -157,7 +123,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Ve
         with check_step({rank: own}, DATA, against=against) as check:
             ready.wait(30)
             if rank == 0:
-                losses.extend(trained(model))
+                losses.extend(backward(model, DATA))
                 options.get("fault", lambda model: None)(model)
             done.wait(30)
             shown = {name: p.grad for name, p in own.named_parameters() if name not in options.get("hidden", ())}
@@ -169,15 +135,6 @@ def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Ve
         found = list(pool.map(run, range(2)))
     assert str(found[0]).splitlines()[:1] == str(found[1]).splitlines()[:1], "all ranks have one verdict"
     return found[0]
-
-
-def trained(model: nn.Module) -> list[float]:
-    losses = []
-    for x, target in DATA:
-        loss = loss_fn(model(x), target)
-        (loss / len(DATA)).backward()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +175,7 @@ def test_a_gradient_that_no_rank_shows_makes_the_law_unknown(
     against = SingleDevice(build, loss_fn) if beside else record
     law = checked(monkeypatch, against, hidden=("1.linear.bias",)).law("gradient")
     assert (law.outcome, law.checked, law.left_out) == ("unknown", 7, ("1.linear.bias",))
+    assert law.note == "not compared: 1.linear.bias"
 
 
 def test_what_was_there_before_and_was_not_kept_is_noted() -> None:

@@ -21,12 +21,11 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
 from tests.support.golden import golden
-from tests.support.steps import pairs
+from tests.support.steps import backward, loss_fn, pairs
 
 M, WIDTH = 4, 8
 Pairs = list[tuple[object, object]]
 Change = Callable[[nn.Module], object]
-loss_fn = nn.functional.mse_loss
 
 
 def build() -> nn.Sequential:
@@ -48,16 +47,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def recorded() -> Record:
     model = build()
     return record_step(model, data(), loss_fn=loss_fn, optimizer=sgd(model), contract=Contract(max_norm=0.3))
-
-
-def backward(model: nn.Module, microbatches: Pairs, *, divisor: float = M, skipped: Sequence[int] = ()) -> list[float]:
-    losses = []
-    for number, (inputs, target) in enumerate(microbatches):
-        loss = loss_fn(model(inputs), target)
-        losses.append(loss.item())
-        if number not in skipped:
-            (loss / divisor).backward()
-    return losses
 
 
 def nothing(model: nn.Module) -> None:
@@ -103,7 +92,7 @@ def zero(model: nn.Module) -> None:
 def drop(model: nn.Module) -> None:
     """Take microbatch 2 out of stage 1's sums."""
     alone = build()
-    backward(alone, data()[2:3])
+    backward(alone, data()[2:3], divisor=M)
     for parameter, its in zip(of_stage(model, 1), of_stage(alone, 1), strict=True):
         assert parameter.grad is not None
         assert its.grad is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeproof.commands.schedule_commands import _plan_columns
+from pipeproof.commands.schedule_commands import PLAN_COLUMNS
 from pipeproof.core.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
@@ -140,7 +140,7 @@ NARROW = {
     "measured": (partial(table_of_times, PROFILES, PROFILES), ["rank", "idle"]),
     "confusion": (partial(confusion, [("scale", kind) for kind in (None, *KINDS)]), ["planted", "named"]),
     "specimens": (lambda width: listing(SPECIMENS, width=width), ["layernor"]),
-    "plan": (lambda width: table(_plan_columns(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
+    "plan": (lambda width: table(PLAN_COLUMNS, list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
     "beside": (
         SideBySide.of([build(name, ranks=4, microbatches=8) for name in ("interleaved", "dualpipev")], Times()).text,
         ["memory"],

@@ -22,7 +22,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import WIDTH, blocks, loss_fn, pairs
+from tests.support.steps import WIDTH, adam, blocks, loss_fn, pairs, sgd
 
 STEPS = ["train", "train", "accumulate", "train", "eval", "train"]
 Operations = Iterator[tuple[str, list[Any]]]
@@ -38,10 +38,6 @@ class ByMode(nn.Module):
 def build() -> nn.Sequential:
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(WIDTH, 12), ByMode(), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, WIDTH))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def run(
@@ -260,10 +256,6 @@ def test_what_the_reference_raises_hides_no_fault(whitebox_here: WhiteBox) -> No
 # Operations with different numbers of microbatches.
 
 UNEVEN = [("train", 4), ("accumulate", 2), ("train", 6), ("eval", 2)]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @dataclass(frozen=True)

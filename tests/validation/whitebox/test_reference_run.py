@@ -84,11 +84,13 @@ def test_stages_that_are_told_late_get_the_same(owner: dict[str, int], ahead_hol
         assert len(way["output 0 of last"]) == MICROBATCHES
 
 
-def test_an_unwatched_run_is_not_surveyed() -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_unwatched_run_keeps_nothing(begun: bool) -> None:
     ahead = run_of(task_of())
+    for _ in range(begun):
+        next(ahead)
     run = ahead.settle(APART, watched=False)
-    assert run is not ahead
-    assert run.places is None
+    assert ((run is ahead), run.places) == (begun, None)
     assert len(run.contributions(APART)) == MICROBATCHES
 
 
@@ -141,13 +143,6 @@ def test_only_what_may_be_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     assert looked == [observed[1].digest], "nothing else can be that"
     assert list(places.find(observed[3])) == [("layer", 3)]
     assert sorted(looked) == sorted(one.digest for one in observed), "any may be what is new"
-
-
-def test_an_unwatched_run_keeps_nothing() -> None:
-    ahead = run_of(task_of())
-    next(ahead)
-    assert ahead.settle(APART, watched=False) is ahead
-    assert ahead.places is None
 
 
 def test_what_the_reference_raises_is_kept() -> None:

@@ -10,10 +10,9 @@ from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.shards import Shard, flat_shard
 from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.action import Action
-from pipeproof.whitebox.claims import claims
 from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart, RankMade
-from pipeproof.whitebox.shared_stages import join_parts
+from pipeproof.whitebox.shared_stages import claims, join_parts
 
 TWICE = Replicas((0, 1), 4)
 ALONE = Replicas((0, 0), 4)

@@ -13,15 +13,11 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support import tensor_parallel
 from tests.support.judgements import counting_judgements
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import blocks, loss_fn, pairs, sgd
 from tests.support.sweeps import sampled
 from tests.support.tensor_parallel import Microbatch, Planted, microbatches, step
 
 PLAN = ["train", "accumulate", "train", "eval", "train"]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def trained(

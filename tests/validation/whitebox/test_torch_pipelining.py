@@ -18,7 +18,7 @@ from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox, torch_pipelining
 from tests.support.golden import golden
-from tests.support.steps import Pairs, blocks, pairs
+from tests.support.steps import Pairs, adam, blocks, pairs
 
 WIDTH, STAGES, M = 16, 4, 4
 loss_fn = nn.functional.mse_loss
@@ -57,10 +57,6 @@ def judged(whitebox: WhiteBox, of_step: Any, **more: Any) -> Verdict:
 v_shaped = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="two adjacent stages on a rank: FINDINGS.md, messages-to-oneself"
 )
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def training(model: nn.Module, operations: Iterator[tuple[str, list[Any]]], *, clears: bool = True) -> Iterator[Any]:

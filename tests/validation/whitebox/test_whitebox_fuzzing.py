@@ -16,7 +16,7 @@ from pipeproof.core.verdict import ValidationFailed, Verdict
 from pipeproof.whitebox import Campaign, FlatShard, FuzzResult, StepCase, WhiteBox, fuzz, fuzzing
 from pipeproof.whitebox.fixture import FixtureBox
 from pipeproof.whitebox.fuzzing import ScaledGradients, Subject, run_campaign
-from pipeproof.wings.mutate import FaultyStep
+from pipeproof.wings.mutate import PlantedStep
 from pipeproof.wings.simulated import SimulatedWorld, Simulation
 from pipeproof.worlds.world import World
 from tests.support.doubles import InThisProcess
@@ -314,7 +314,7 @@ def test_without_the_wing_gradients_are_scaled_that_the_step_hands_back(monkeypa
     monkeypatch.setattr(fuzzing, "extensions", lambda point: {})
     assert campaign().planted == ScaledGradients.summary
     monkeypatch.undo()
-    assert campaign().planted == FaultyStep.summary
+    assert campaign().planted == PlantedStep.summary
 
 
 def by_name(model: nn.Module, microbatches: Pairs) -> Any:

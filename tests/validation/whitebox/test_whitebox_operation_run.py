@@ -1,8 +1,9 @@
 """Runs of several operations that are not ours: right ones pass, and what goes wrong between operations is caught."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
+from tests.support import steps
 from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn, pairs
 from tests.support.sweeps import sampled
+from tests.support.two_ranks import one_by_one
 
-RATE, BOUND = 0.1, 0.05
+BOUND = 0.05
 STEPS = ["train", "train", "eval", "accumulate", "train", "eval"]
 MICROBATCHES = 3
 
@@ -28,296 +31,198 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4)))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-
-
-def forward(stage: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What came in, and what goes out, of a microbatch on this rank of two."""
-    if dist.get_rank():
-        x = torch.empty_like(x)
-        dist.recv(x, 0)
-        x.requires_grad_()
-    return x, stage(x)
+sgd = partial(steps.sgd, momentum=0.9)
 
 
 class Run:
-    """Training on two ranks, microbatch by microbatch; what a test overrides is its fault."""
+    """Training on two ranks, microbatch by microbatch; ``fault`` is asked at each ``moment`` what it does in its place.
 
-    steps = STEPS
+    The moments: ``begin``, and of each operation ``before``, ``after``, ``update``, ``made``, ``clear`` and ``end``.
+    """
 
-    def __init__(self, model: nn.Sequential) -> None:
-        self.rank = dist.get_rank()
-        self.stage = watch(model[2 * self.rank :][:2])
-        self.used: nn.Module = self.stage
-        self.optimizer = sgd(self.stage)
-        self.number = 0
+    def __init__(self, model: nn.Sequential, fault: "Moments") -> None:
+        self.rank, self.fault, self.number, self.operation = dist.get_rank(), fault, 0, ""
+        self.stage: Any = watch(model[2 * self.rank :][:2])
+        self.used, self.optimizer, self.microbatches = self.stage, sgd(self.stage), list[Any]()
+        self.kept: Any = None  # by a fault
+        self.losses: list[float] = []
+        self.at("begin")
 
-    def train(self, microbatches: list[Any]) -> list[float]:
-        losses = []
-        self.stage.train()
-        for x, target in microbatches:
-            x, y = forward(self.used, x)
-            if self.rank == 0:
-                dist.send(y.detach(), 1)
-                gradient = torch.empty_like(y)
-                dist.recv(gradient, 1)
-                y.backward(gradient)
-            else:
-                loss = loss_fn(y, target)
-                (loss / len(microbatches)).backward()
-                dist.send(x.grad, 0)
-                losses.append(loss.item())
-        return losses
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: list[Any]) -> list[float]:
-        losses = []
-        self.stage.eval()
-        for x, target in microbatches:
-            _, y = forward(self.used, x)
-            if self.rank == 0:
-                dist.send(y, 1)
-            else:
-                losses.append(loss_fn(y, target).item())
-        return losses
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def clear(self) -> None:
-        self.optimizer.zero_grad()
-
-    def made(self, losses: list[float]) -> Any:
-        return self.stage, losses
+    def at(self, moment: str) -> Any:
+        return self.fault(self, moment)
 
     def through(self, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
-        for operation, microbatches in operations:
-            losses = self.evaluate(microbatches) if operation == "eval" else self.train(microbatches)
-            if operation == "train":
-                self.update()
-            yield self.made(losses)
-            if operation == "train":
-                self.clear()
-            self.number += 1
+        for self.number, (self.operation, self.microbatches) in enumerate(operations):
+            self.stage.train(self.operation != "eval")
+            self.at("before")
+            backward = self.operation != "eval" or self.fault is evaluation_trains
+            self.losses = one_by_one(self.used, self.microbatches, backward=backward)
+            self.at("after")
+            if self.operation == "train":
+                self.at("update")
+                self.optimizer.step()
+            yield self.at("made") or (self.stage, self.losses)
+            if self.operation == "train" and not self.at("clear"):
+                self.optimizer.zero_grad()
+            self.at("end")
 
 
-def judged(whitebox: WhiteBox, kind: type[Run], **more: Any) -> Verdict:
-    steps = more.pop("steps", kind.steps)
+Moments = Callable[[Run, str], Any]
+
+
+def right(run: Run, moment: str) -> None:
+    """Nothing is done otherwise."""
+
+
+def judged(whitebox: WhiteBox, fault: Moments, **more: Any) -> Verdict:
+    steps = more.pop("steps", STEPS)
     wanted = {"reference": build, "ranks": 2, "loss_fn": loss_fn, "optimizer": sgd} | more
     wanted["contract"] = Contract(operations=steps)
-    step = lambda model, operations: kind(model).through(operations)  # noqa: E731
+    step = lambda model, operations: Run(model, fault).through(operations)  # noqa: E731
     return whitebox.validate(step, microbatches=pairs(MICROBATCHES * len(steps)), **wanted)
 
 
-class EvaluatesUnseen(Run):
+def evaluates_unseen(run: Run, moment: str) -> None:
     """Evaluation calls no stage as a module, so that nobody sees it."""
-
-    def evaluate(self, microbatches: list[Any]) -> list[float]:
-        self.used = self.stage.forward  # type: ignore[assignment]
-        losses = super().evaluate(microbatches)
-        self.used = self.stage
-        return losses
+    if run.operation == "eval" and moment in ("before", "after"):
+        run.used = run.stage.forward if moment == "before" else run.stage
 
 
-class KeepsOldWeights(Run):
+def keeps_old_weights(run: Run, moment: str) -> None:
     """The last rank goes on with the weights that it began with."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        super().__init__(model)
-        self.old = {name: one.clone() for name, one in self.stage.state_dict().items()}
-
-    def clear(self) -> None:
-        super().clear()
-        if self.rank:
-            self.stage.load_state_dict(self.old)
+    if moment == "begin":
+        run.kept = {name: one.clone() for name, one in run.stage.state_dict().items()}
+    if moment == "end" and run.operation == "train" and run.rank:
+        run.stage.load_state_dict(run.kept)
 
 
-class RunsOnACopy(Run):
+def runs_on_a_copy(run: Run, moment: str) -> None:
     """The last rank's forwards run on a copy, which no update reaches."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        super().__init__(model)
-        if self.rank:
-            self.used = watch(copy.deepcopy(self.stage))
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        losses = super().train(microbatches)
-        if self.rank:
-            for own, other in zip(self.stage.parameters(), self.used.parameters(), strict=True):
-                own.grad, other.grad = other.grad, None
-            for own, other in zip(self.stage.buffers(), self.used.buffers(), strict=True):
-                own.copy_(other)
-        return losses
+    if moment == "begin" and run.rank:
+        run.used = watch(copy.deepcopy(run.stage))
+    if moment == "after" and run.rank and run.operation != "eval":
+        for own, other in zip(run.stage.parameters(), run.used.parameters(), strict=True):
+            own.grad, other.grad = other.grad, None
+        for own, other in zip(run.stage.buffers(), run.used.buffers(), strict=True):
+            own.copy_(other)
 
 
-class NeverClears(Run):
-    def clear(self) -> None:
-        if not self.rank:
-            super().clear()
+def never_clears(run: Run, moment: str) -> bool:
+    return moment == "clear" and run.rank == 1
 
 
-class ClearsBetween(Run):
+def clears_between(run: Run, moment: str) -> None:
     """Gradients are cleared before every operation, so that an update lacks what was accumulated."""
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        if self.rank:
-            self.optimizer.zero_grad()
-        return super().train(microbatches)
+    if moment == "before" and run.operation != "eval" and run.rank:
+        run.optimizer.zero_grad()
 
 
-class EvaluatesInTraining(Run):
-    def evaluate(self, microbatches: list[Any]) -> list[float]:
-        self.stage.eval()
-        if self.rank:
-            self.stage.eval = lambda: self.stage  # type: ignore[method-assign]
-            self.stage.train()
-        return super().evaluate(microbatches)
+def evaluates_in_training(run: Run, moment: str) -> None:
+    if moment == "before" and run.operation == "eval" and run.rank:
+        run.stage.train()
 
 
-class EvaluationTrains(Run):
+def evaluation_trains(run: Run, moment: str) -> None:
     """An evaluation runs backwards, too."""
 
-    def evaluate(self, microbatches: list[Any]) -> list[float]:
-        self.stage.eval()
-        self.stage.train = lambda: self.stage  # type: ignore[method-assign,misc,assignment]
-        losses = self.train(microbatches)
-        del self.stage.train
-        return losses
+
+def evaluation_updates(run: Run, moment: str) -> None:
+    if moment == "after" and run.operation == "eval" and run.rank:
+        with torch.no_grad():
+            next(run.stage.parameters()).mul_(1.01)
 
 
-class EvaluationUpdates(Run):
-    def evaluate(self, microbatches: list[Any]) -> list[float]:
-        losses = super().evaluate(microbatches)
-        if self.rank:
-            with torch.no_grad():
-                next(self.stage.parameters()).mul_(1.01)
-        return losses
+def accumulation_updates(run: Run, moment: str) -> None:
+    if moment == "after" and run.number == 3 and run.rank:
+        run.optimizer.step()
 
 
-class AccumulationUpdates(Run):
-    """An accumulation updates, too."""
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        losses = super().train(microbatches)
-        if self.rank and self.number == 3:
-            super().update()
-        return losses
-
-
-class KeepsItsData(Run):
+def keeps_its_data(run: Run, moment: str) -> None:
     """The first rank feeds the microbatches that it was given first."""
+    if moment == "before" and run.operation != "eval":
+        run.kept = run.kept or run.microbatches
+        run.microbatches = run.microbatches if run.rank else run.kept
 
-    def train(self, microbatches: list[Any]) -> list[float]:
-        self.given = getattr(self, "given", microbatches)
-        return super().train(microbatches if self.rank else self.given)
 
-
-class LosesBuffers(Run):
+def loses_buffers(run: Run, moment: str) -> None:
     """What forwards leave in buffers of the last rank is left in copies of them."""
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        kept = {name: one.clone() for name, one in self.stage.named_buffers()}
-        losses = super().train(microbatches)
-        for name, one in self.stage.named_buffers() if self.rank else ():
-            one.copy_(kept[name])
-        return losses
+    if moment == "before":
+        run.kept = {name: one.clone() for name, one in run.stage.named_buffers()}
+    if moment == "after" and run.operation != "eval" and run.rank:
+        for name, one in run.stage.named_buffers():
+            one.copy_(run.kept[name])
 
 
-class UpdatesOthers(Run):
+def updates_others(run: Run, moment: str) -> None:
     """The optimizer holds the parameters of before the stage was copied."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        super().__init__(model)
-        if self.rank:
-            self.optimizer = sgd(copy.deepcopy(self.stage))
-
-    def clear(self) -> None:
-        self.stage.zero_grad()
+    if moment == "begin" and run.rank:
+        run.optimizer = sgd(copy.deepcopy(run.stage))
+    if moment == "clear":
+        run.stage.zero_grad()
 
 
-class ForgetsMomentum(Run):
-    def update(self) -> None:
-        if self.rank:
-            self.optimizer = sgd(self.stage)
-        super().update()
+def forgets_momentum(run: Run, moment: str) -> None:
+    if moment == "update" and run.rank:
+        run.optimizer = sgd(run.stage)
 
 
-class Clips(Run):
+def clips(run: Run, moment: str, *, alone: bool = False) -> Any:
     """Gradients are clipped to a bound by their norm on all ranks; ``alone``: by that on each rank."""
-
-    alone = False
-
-    def update(self) -> None:
-        self.unclipped = {one: None if one.grad is None else one.grad.clone() for one in self.stage.parameters()}
-        squares = torch.stack([one.grad.square().sum() for one in self.stage.parameters() if one.grad is not None])
-        size = squares.double().sum()
-        if not self.alone:
+    if moment == "update":
+        run.kept = {one: None if one.grad is None else one.grad.clone() for one in run.stage.parameters()}
+        size = torch.stack([one.square().sum() for one in run.kept.values() if one is not None]).double().sum()
+        if not alone:
             dist.all_reduce(size)
-        nn.utils.clip_grads_with_norm_(self.stage.parameters(), BOUND, size.sqrt())
-        super().update()
-
-    def made(self, losses: list[float]) -> Any:
-        return StepResult(self.stage, losses, gradients=self.unclipped, max_norm=BOUND)
+        nn.utils.clip_grads_with_norm_(run.stage.parameters(), BOUND, size.sqrt())
+    return StepResult(run.stage, run.losses, gradients=run.kept, max_norm=BOUND) if moment == "made" else None
 
 
-class ClipsAlone(Clips):
-    alone = True
+def clips_alone(run: Run, moment: str) -> Any:
+    return clips(run, moment, alone=True)
 
 
-class LosesTheLast(Run):
+def loses_the_last(run: Run, moment: str, *, lossy: int = 0) -> None:
     """The last rank does not keep what the last microbatch gives in the operation that is ``lossy``."""
-
-    lossy = 0
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        if self.rank != 1 or self.number != self.lossy:
-            return super().train(microbatches)
-        left = dict.fromkeys(self.stage.parameters(), len(microbatches))
+    if run.rank != 1 or run.number != lossy:
+        return
+    if moment == "before":
+        left = dict.fromkeys(run.stage.parameters(), len(run.microbatches))
         kept: dict[nn.Parameter, Tensor | None] = {}
 
         def added(one: nn.Parameter) -> None:
             left[one] -= 1
             kept.update({one: one.grad.clone()} if left[one] == 1 and one.grad is not None else {})
 
-        hooks = [one.register_post_accumulate_grad_hook(added) for one in self.stage.parameters()]
-        losses = super().train(microbatches)
-        for hook, one in zip(hooks, self.stage.parameters(), strict=True):
+        run.kept = kept, [one.register_post_accumulate_grad_hook(added) for one in left]
+    if moment == "after":
+        kept, hooks = run.kept
+        for hook, one in zip(hooks, run.stage.parameters(), strict=True):
             hook.remove()
             one.grad = kept[one]
-        return losses
 
 
-class LosesTheLastOfAnAccumulation(LosesTheLast):
-    lossy = 3
+def loses_the_last_of_an_accumulation(run: Run, moment: str) -> None:
+    loses_the_last(run, moment, lossy=3)
 
 
-class ChangesBetween(Run):
+def changes_between(run: Run, moment: str) -> None:
     """The first rank's weights are changed after an accumulation was handed back."""
-
-    def through(self, operations: Iterator[tuple[str, list[Any]]]) -> Iterator[Any]:
-        for made in super().through(operations):
-            yield made
-            for one in () if self.rank or self.number else self.stage.parameters():
-                one.data.mul_(1.01)
+    for one in run.stage.parameters() if (moment, run.rank, run.number) == ("end", 0, 0) else ():
+        one.data.mul_(1.01)
 
 
-class DividesAnAccumulation(Run):
+def divides_an_accumulation(run: Run, moment: str) -> None:
     """An accumulation divides each loss twice as much as it should."""
-
-    def train(self, microbatches: list[Any]) -> list[float]:
-        losses = super().train(microbatches)
-        for one in self.stage.parameters() if self.number == 3 else ():
-            one.grad = None if one.grad is None else one.grad / 2
-        return losses
+    for one in run.stage.parameters() if (moment, run.number) == ("after", 3) else ():
+        one.grad = None if one.grad is None else one.grad / 2
 
 
 # A right run, its operations if they are others, and a law whose note is golden.
-RIGHT: dict[str, tuple[type[Run], list[str], str]] = {
-    "all": (Run, STEPS, ""),
-    "an evaluation that is not observed": (EvaluatesUnseen, ["train", "eval", "train"], "microbatches"),
-    "clipped by the norm of all": (Clips, ["train", "train"], ""),
-    "an evaluation first": (Run, ["eval", "train"], ""),
+RIGHT: dict[str, tuple[Moments, list[str], str]] = {
+    "all": (right, STEPS, ""),
+    "an evaluation that is not observed": (evaluates_unseen, ["train", "eval", "train"], "microbatches"),
+    "clipped by the norm of all": (clips, ["train", "train"], ""),
+    "an evaluation first": (right, ["eval", "train"], ""),
 }
 
 
@@ -341,7 +246,7 @@ class Fault:
     at: the operation, what it does, rank and stage. told: its text is golden.
     """
 
-    kind: type[Run]
+    kind: Moments
     law: str
     broken: set[str]
     at: tuple[int, str, int, int | None]
@@ -351,28 +256,28 @@ class Fault:
 
 
 FAULTS = [
-    Fault(KeepsOldWeights, "second-step", {"initial-weights"}, (2, "train", 1, 1), "stale-tensor"),
-    Fault(RunsOnACopy, "second-step", {"loss", "gradient"}, (2, "train", 1, 1), "stale-tensor"),
-    Fault(NeverClears, "second-step", {"gradient"}, (2, "train", 1, 1), "stale-gradient"),
-    Fault(ClearsBetween, "accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
-    Fault(EvaluatesInTraining, "eval", {"microbatches", "loss", "buffers"}, (3, "eval", 1, 1), "mode"),
-    Fault(EvaluationTrains, "eval", {"presence"}, (3, "eval", 0, 0), "unexpected"),
-    Fault(EvaluationUpdates, "eval", {"updated-parameters"}, (3, "eval", 1, 1), "update"),
-    Fault(AccumulationUpdates, "accumulation", {"updated-parameters"}, (4, "accumulate", 1, 1), "update"),
-    Fault(KeepsItsData, "second-step", {"loss", "buffers", "gradient"}, (2, "train", 0, 0), "stale-tensor"),
-    Fault(LosesBuffers, "buffers", {"buffers"}, (1, "train", 1, 1), "buffers"),
-    Fault(UpdatesOthers, "updated-parameters", {"updated-parameters"}, (1, "train", 1, 1), "update"),
-    Fault(ForgetsMomentum, "second-step", {"updated-parameters"}, (2, "train", 1, 1), "update"),
-    Fault(ClipsAlone, "updated-parameters", {"updated-parameters"}, (1, "train", 0, 0), "clip"),
+    Fault(keeps_old_weights, "second-step", {"initial-weights"}, (2, "train", 1, 1), "stale-tensor"),
+    Fault(runs_on_a_copy, "second-step", {"loss", "gradient"}, (2, "train", 1, 1), "stale-tensor"),
+    Fault(never_clears, "second-step", {"gradient"}, (2, "train", 1, 1), "stale-gradient"),
+    Fault(clears_between, "accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
+    Fault(evaluates_in_training, "eval", {"microbatches", "loss", "buffers"}, (3, "eval", 1, 1), "mode"),
+    Fault(evaluation_trains, "eval", {"presence"}, (3, "eval", 0, 0), "unexpected"),
+    Fault(evaluation_updates, "eval", {"updated-parameters"}, (3, "eval", 1, 1), "update"),
+    Fault(accumulation_updates, "accumulation", {"updated-parameters"}, (4, "accumulate", 1, 1), "update"),
+    Fault(keeps_its_data, "second-step", {"loss", "buffers", "gradient"}, (2, "train", 0, 0), "stale-tensor"),
+    Fault(loses_buffers, "buffers", {"buffers"}, (1, "train", 1, 1), "buffers"),
+    Fault(updates_others, "updated-parameters", {"updated-parameters"}, (1, "train", 1, 1), "update"),
+    Fault(forgets_momentum, "second-step", {"updated-parameters"}, (2, "train", 1, 1), "update"),
+    Fault(clips_alone, "updated-parameters", {"updated-parameters"}, (1, "train", 0, 0), "clip"),
 ]
 EVAL_FIRST, TWO = ["eval", "train"], ["accumulate", "train"]
 # In every change, beside those that are sampled.
 ALWAYS = [
-    Fault(EvaluatesInTraining, "eval", {"microbatches", "loss", "buffers"}, (1, "eval", 1, 1), "mode", EVAL_FIRST),
-    Fault(LosesTheLast, "gradient", {"gradient"}, (1, "train", 1, 1), "dropped"),
-    Fault(LosesTheLastOfAnAccumulation, "accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
-    Fault(ChangesBetween, "accumulation", {"initial-weights"}, (2, "train", 0, 0), "altered", TWO, told=True),
-    Fault(DividesAnAccumulation, "accumulation", {"gradient"}, (5, "train", 1, 1), "scale", told=True),
+    Fault(evaluates_in_training, "eval", {"microbatches", "loss", "buffers"}, (1, "eval", 1, 1), "mode", EVAL_FIRST),
+    Fault(loses_the_last, "gradient", {"gradient"}, (1, "train", 1, 1), "dropped"),
+    Fault(loses_the_last_of_an_accumulation, "accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
+    Fault(changes_between, "accumulation", {"initial-weights"}, (2, "train", 0, 0), "altered", TWO, told=True),
+    Fault(divides_an_accumulation, "accumulation", {"gradient"}, (5, "train", 1, 1), "scale", told=True),
 ]
 
 
@@ -388,13 +293,13 @@ def test_what_goes_wrong_is_named_and_placed(whitebox: WhiteBox, fault: Fault) -
     (cause,) = verdict.causes
     assert cause.kind == fault.cause, verdict
     assert ("operation {}, {}".format(*fault.at) in verdict.details) == (first.operation > 1 or first.doing == "eval")
-    if issubclass(fault.kind, LosesTheLast):
+    if fault.kind in (loses_the_last, loses_the_last_of_an_accumulation):
         assert (cause.rank, cause.microbatches) == (1, (MICROBATCHES - 1,))
         assert not any("zero_grad" in one.line.text for one in cause.lines), "it is cleared once it was used"
-        assert cause.earlier == (fault.kind is LosesTheLastOfAnAccumulation)
-    if fault.kind is ChangesBetween:
+        assert cause.earlier == (fault.kind is loses_the_last_of_an_accumulation)
+    if fault.kind is changes_between:
         assert (cause.rank, cause.stage) == (0, 0)
-    if fault.kind is DividesAnAccumulation:
+    if fault.kind is divides_an_accumulation:
         assert (cause.factor, cause.earlier) == (0.5, 1)
     if fault.told:
         golden(cause.detail)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
 from pipeproof.whitebox import WhiteBox
+from tests.support import steps
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import blocks, loss_fn, on_one_device, pairs
 
 COUNT = 4
 
@@ -73,9 +74,7 @@ class BothWays:
 
 def uncut(model: Any, microbatches: list[Any]) -> Any:
     """Nobody cut the model."""
-    losses = [loss_fn(model(x), target) for x, target in microbatches]
-    (sum(losses) / COUNT).backward()  # type: ignore[union-attr]
-    return model, [loss.item() for loss in losses]
+    return model, on_one_device(model, microbatches)
 
 
 # A step; kind, rank, stage and parameter of its cause.
@@ -146,16 +145,13 @@ def test_weights_cut_by_hand_are_put_together(whitebox: WhiteBox, alike: bool) -
 
 # Weights that two replicas write when they next use them, each half of the rows on one of them.
 
+sgd = partial(steps.sgd, rate=0.5)
 ROWS = (slice(0, 4), slice(4, 8))
 
 
 def in_layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
-
-
-def sgd(model: nn.Module, rate: float = 0.5) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=rate)
 
 
 def train(
@@ -173,7 +169,7 @@ def train(
     forgets: the ranks whose first layer never gets the other half. complete: all is there before it is handed back.
     apart: rank 1 never steps, and nothing is gathered.
     """
-    rank, optimizer, later = dist.get_rank(), sgd(model, rate), dict[nn.Module, Tensor]()
+    rank, optimizer, later = dist.get_rank(), sgd(model, rate=rate), dict[nn.Module, Tensor]()
 
     def fetch(layer: nn.Module, _: object = None) -> None:
         if layer in later:
@@ -184,11 +180,7 @@ def train(
         layer.register_forward_pre_hook(fetch)
     for _, microbatches in operations:
         optimizer.zero_grad()
-        losses = []
-        for x, target in microbatches:
-            loss = loss_fn(model(x), target)
-            (loss / len(microbatches)).backward()
-            losses.append(loss.item())
+        losses = on_one_device(model, microbatches)
         for layer in layers:
             dist.all_reduce(layer.weight.grad)
             layer.weight.grad /= 2

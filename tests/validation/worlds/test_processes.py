@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pipeproof.worlds.processes import Processes
@@ -15,32 +14,13 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.validation.worlds.test_world import BOUND_S, computes_for_ever, raises, total
 
-pytestmark = pytest.mark.pipeproof_ranks
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
-BOUND_S = 1.0
-
-
-def total(context: RankContext) -> float:
-    """The sum over ranks of rank, through the group."""
-    mine = torch.tensor([float(context.rank)])
-    dist.all_reduce(mine, group=context.group)
-    return mine.item()
 
 
 def sleeps(context: RankContext) -> None:
     time.sleep(0.3)
-
-
-def computes_for_ever(context: RankContext) -> None:
-    while context.rank == 1:
-        pass
-
-
-def raises(context: RankContext) -> None:
-    if context.rank == 1:
-        raise ValueError("3 layers, 4 stages")
-    dist.barrier()
 
 
 def endless(done: list[int], *, until: BaseException | None = None) -> Iterator[None]:
@@ -61,27 +41,37 @@ def place() -> Iterator[Processes]:
 
 
 def answers(
-    place: Processes, job: Callable[[RankContext], Any], meanwhile: Iterable[object] = (), timeout_s: float = 60
+    place: Processes,
+    job: Callable[..., Any],
+    *arguments: object,
+    meanwhile: Iterable[object] = (),
+    timeout_s: float = 60,
 ) -> Sequence[RankReport]:
-    order = pack((sys.path, [], pack((job, ()))))
+    """The answers of two ranks."""
+    order = pack((sys.path, [], pack((job, arguments))))
     return place.run(order, label="a test", ranks=2, timeout_s=timeout_s, meanwhile=meanwhile)
 
 
+def results(place: Processes, job: Callable[..., Any], *arguments: object, **given: Any) -> list[Any]:
+    """The results of two ranks."""
+    return [unpack(answer.payload) for answer in answers(place, job, *arguments, **given)]
+
+
 def is_sound(place: Processes) -> bool:
-    return [unpack(answer.payload) for answer in answers(place, total, iter([1]))] == [1.0, 1.0]
+    return results(place, total, meanwhile=iter([1])) == [1.0, 1.0]
 
 
 def test_steps_are_done_until_the_last_answer_is_there(place: Processes) -> None:
     assert is_sound(place)
     done: list[int] = []
-    assert not any(answer.failed for answer in answers(place, sleeps, endless(done)))
+    assert not any(answer.failed for answer in answers(place, sleeps, meanwhile=endless(done)))
     assert 3 < len(done) < 60
 
 
 @pytest.mark.parametrize(("job", "ending"), [(computes_for_ever, Ending.STUCK), (raises, Ending.RAISED)])
 def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[RankContext], Any], ending: Ending) -> None:
     started_s = time.monotonic()
-    _, culprit = answers(place, job, endless([]), timeout_s=BOUND_S if ending is Ending.STUCK else 60)
+    _, culprit = answers(place, job, meanwhile=endless([]), timeout_s=BOUND_S if ending is Ending.STUCK else 60)
     assert culprit.ending is ending
     assert time.monotonic() - started_s < 30
     assert is_sound(place)
@@ -91,13 +81,13 @@ def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[Rank
 def test_an_answer_that_comes_during_a_long_step_comes_in_time(place: Processes) -> None:
     assert is_sound(place)
     long = (time.sleep(0.5) for _ in range(1))
-    assert not any(answer.failed for answer in answers(place, total, long, timeout_s=0.2))
+    assert not any(answer.failed for answer in answers(place, total, meanwhile=long, timeout_s=0.2))
 
 
 @pytest.mark.sweep
 def test_a_step_that_raises_ends_the_run(place: Processes) -> None:
     with pytest.raises(KeyboardInterrupt):
-        answers(place, computes_for_ever, endless([], until=KeyboardInterrupt()))
+        answers(place, computes_for_ever, meanwhile=endless([], until=KeyboardInterrupt()))
     assert is_sound(place)
 
 

@@ -7,23 +7,20 @@ import pytest
 from pipeproof.worlds.pytest_torchrun import Collected, Phase, difference, settle
 from tests.support.golden import golden
 
-
-def test_order_is_no_difference() -> None:
-    assert difference([Collected(["a", "b"], {}), Collected(["b", "a"], {})]) == ""
-
-
-def test_an_error_of_all_ranks_is_no_difference() -> None:
-    assert difference([Collected([], {"x.py": "on rank 0"}), Collected([], {"x.py": "on rank 1"})]) == ""
-
-
-def test_every_rank_that_lacks_a_test_is_named() -> None:
-    collected = [Collected(["a", "b"], {}), Collected(["b"], {}), Collected(["a", "b", *"cdefgh"], {})]
-    golden(difference(collected))
+COLLECTED: dict[str, tuple[list[Collected], bool]] = {
+    "another order": ([Collected(["a", "b"], {}), Collected(["b", "a"], {})], False),
+    "an error of all": ([Collected([], {"x.py": "on rank 0"}), Collected([], {"x.py": "on rank 1"})], False),
+    "lacking": ([Collected(["a", "b"], {}), Collected(["b"], {}), Collected(["a", "b", *"cdefgh"], {})], True),
+    "an error of one": ([Collected(["a"], {}), Collected([], {"x.py": "ImportError: no"})], True),
+}
 
 
-def test_an_error_of_one_rank_is_told() -> None:
-    collected = [Collected(["a"], {}), Collected([], {"x.py": "ImportError: no"})]
-    golden(difference(collected))
+@pytest.mark.parametrize("name", COLLECTED)
+def test_differences_in_what_ranks_collect_are_told(name: str) -> None:
+    collected, differ = COLLECTED[name]
+    told = difference(collected)
+    assert bool(told) == differ
+    golden(told or "none")
 
 
 PASSED = Phase("passed", "", "", None, (), 1.0)

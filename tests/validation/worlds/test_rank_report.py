@@ -94,44 +94,47 @@ def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_th
     assert "    stack 0" in lines
 
 
-def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it() -> None:
-    reports = [
-        stuck(0, "a message from rank 1", 1),
-        RankReport(1, Ending.FINISHED),
-        stuck(2, "a message from rank 0", 0),
-    ]
-    assert culprit_of(reports) == 1
-    golden(headline(reports))
+def at_barrier(rank: int) -> RankReport:
+    return stuck(rank, "torch.distributed.barrier")
 
 
-def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for() -> None:
-    at_barrier = [stuck(rank, "torch.distributed.barrier") for rank in (0, 2)]
-    assert culprit_of([at_barrier[0], RankReport(1, Ending.FINISHED), at_barrier[1]]) == 1
-    crossed = [at_barrier[0], stuck(1, "a message from rank 2", 2), at_barrier[1]]
-    golden(headline(crossed))
-    everybody = [stuck(rank, "torch.distributed.barrier") for rank in range(2)]
-    golden(headline(everybody), exact=True)
+def ended(rank: int) -> RankReport:
+    return RankReport(rank, Ending.FINISHED)
 
 
-def test_groups_that_wait_for_others_are_told_each_for_itself() -> None:
-    """Ranks of a group wait for those of it alone that do not stand in the same call."""
-    call = "torch.distributed.all_reduce of the group of ranks"
-    waits = [stuck(0, f"{call} 0, 1", 1), stuck(2, f"{call} 2, 3, 4", 3, 4), stuck(4, f"{call} 2, 3, 4", 2, 3)]
-    ended = [RankReport(rank, Ending.FINISHED) for rank in (1, 3)]
-    reports = sorted([*waits, *ended], key=lambda report: report.rank)
-    assert culprit_of(reports) == 1
-    golden(headline(reports))
+SOME = "torch.distributed.all_reduce of the group of ranks"
+ANY = "a message from any rank"
+RING = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
+BLOCKED: dict[str, tuple[list[RankReport], int]] = {
+    "returned early": (
+        [stuck(0, "a message from rank 1", 1), ended(1), stuck(2, "a message from rank 0", 0)],
+        1,
+    ),
+    "returned before a collective": ([at_barrier(0), ended(1), at_barrier(2)], 1),
+    "elsewhere than at a collective": ([at_barrier(0), stuck(1, "a message from rank 2", 2), at_barrier(2)], 1),
+    "all at a collective": ([at_barrier(0), at_barrier(1)], 0),
+    # Ranks of a group wait for those of it alone that do not stand in the same call.
+    "groups": (
+        [
+            stuck(0, f"{SOME} 0, 1", 1),
+            ended(1),
+            stuck(2, f"{SOME} 2, 3, 4", 3, 4),
+            ended(3),
+            stuck(4, f"{SOME} 2, 3, 4", 2, 3),
+        ],
+        1,
+    ),
+    "any message": ([stuck(0, ANY, 1), stuck(1, ANY, 0)], 0),
+    "one of several": ([*RING, stuck(2, "a send to rank 0", 0)], 0),
+    "what all lead to": ([*RING, ended(2)], 2),
+}
 
 
-def test_ranks_that_wait_for_any_message_wait_for_each_other() -> None:
-    reports = [stuck(0, "a message from any rank", 1), stuck(1, "a message from any rank", 0)]
-    golden(headline(reports))
-
-
-def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
-    ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
-    golden(headline([*ring, stuck(2, "a send to rank 0", 0)]))
-    assert culprit_of([*ring, RankReport(2, Ending.FINISHED)]) == 2
+@pytest.mark.parametrize("name", BLOCKED)
+def test_those_that_others_wait_for_come_first(name: str) -> None:
+    reports, culprit = BLOCKED[name]
+    assert culprit_of(reports) == culprit
+    golden(headline(reports), exact=True)
 
 
 def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
@@ -143,21 +146,18 @@ def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
     assert headline([alone, FINISHED]).startswith("rank 0")
 
 
-def test_a_circle_and_what_waits_for_it() -> None:
-    assert find_circles({0: [1], 1: [2], 2: [1], 3: [2]}) == [(1, 2)]
-
-
-def test_one_that_waits_for_nobody() -> None:
-    assert find_circles({0: [1], 2: [0]}) == [(1,)]
-
-
-def test_whichever_message_it_is() -> None:
-    assert find_circles({0: [1, 2], 1: [0], 2: [0]}) == [(0, 1, 2)]
-    assert find_circles({0: [1, 2], 1: [0]}) == [(2,)]
-
-
-def test_several_circles() -> None:
-    assert find_circles({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]
+@pytest.mark.parametrize(
+    ("waits", "circles"),
+    [
+        ({0: [1], 1: [2], 2: [1], 3: [2]}, [(1, 2)]),  # and rank 3 waits for it
+        ({0: [1], 2: [0]}, [(1,)]),  # which waits for nobody
+        ({0: [1, 2], 1: [0], 2: [0]}, [(0, 1, 2)]),  # whichever message it is
+        ({0: [1, 2], 1: [0]}, [(2,)]),
+        ({0: [1], 1: [0], 2: [3], 3: [2]}, [(0, 1), (2, 3)]),
+    ],
+)
+def test_circles_are_what_all_waits_lead_to(waits: dict[int, list[int]], circles: list[tuple[int, ...]]) -> None:
+    assert find_circles(waits) == circles
 
 
 def test_a_hang_says_once_how_far_each_rank_had_come() -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from pipeproof.pipeline.lanes import second_lane
 from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.processes import Processes
-from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.rank_report import Ending
 from pipeproof.worlds.worker import RankContext, _settle
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.warm_start import Ended
+from tests.validation.worlds.test_processes import answers, results
 
 ORPHANS = """
 import os, signal, sys, time
@@ -51,19 +50,6 @@ def processes() -> Iterator[Processes]:
     place = Processes("cpu")
     yield place
     place.close()
-
-
-def answers(
-    processes: Processes, job: Callable[..., object], *arguments: object, timeout_s: float = 60
-) -> list[RankReport]:
-    """The answers of two ranks."""
-    order = pack((sys.path, [], pack((job, arguments))))
-    return list(processes.run(order, label="job", ranks=2, timeout_s=timeout_s, meanwhile=()))
-
-
-def results(processes: Processes, job: Callable[..., object], *arguments: object) -> list[Any]:
-    """The results of two ranks."""
-    return [unpack(answer.payload) for answer in answers(processes, job, *arguments)]
 
 
 def gone(pids: list[int], bound_s: float) -> bool:

@@ -7,6 +7,7 @@ from types import FrameType
 import torch
 
 from pipeproof.core.observe.stack import Stack, own_stack, stack_of
+from pipeproof.reference.graph import is_inside_a_backward
 
 _ENGINE = "_engine_run_backward"  # torch's only Python entry into a backward
 
@@ -23,11 +24,6 @@ def backward_stack() -> Stack:
     waiting = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
     callers = [frame for frame in waiting if _waits(frame)]
     return stack_of(callers[0]) if len(callers) == 1 else ()
-
-
-def is_inside_a_backward() -> bool:
-    """True if a backward runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _waits(frame: FrameType) -> bool:

@@ -1,5 +1,6 @@
 """Watched module calls, and gradients through them."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from pipeproof.core.observe.own_losses import goes_on
 from pipeproof.core.observe.posted_messages import Came
+from pipeproof.core.observe.shards import InShards
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.stack import Stack
-from pipeproof.core.observe.written_views import WrittenView
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
 from pipeproof.reference.graph import hook_first
@@ -68,12 +69,12 @@ class Flows:
         runs = tensor.grad_fn is not None  # its grad_fn then reports backwards that continue
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(self.around(goes_through))
-        if (view := WrittenView.of(tensor)) is not None and tensor._base is not None:
+        if (part_of := _read_behind(tensor)) is not None and tensor._base is not None:
 
             def note_flow_behind(gradient: Tensor) -> None:
-                if torch._C._current_graph_task_id() != last and view.was_written:
+                if torch._C._current_graph_task_id() != last and (part := part_of(gradient)) is not None:
                     came()
-                    note_flow(view.part_of(gradient))
+                    note_flow(part)
                     goes_through()
 
             tensor._base.register_hook(self.around(note_flow_behind))  # type: ignore[no-untyped-call]  # in torch
@@ -93,6 +94,28 @@ class Flows:
                 self._early.append((backward, note(gradient)))
 
         tensor.register_hook(self.around(note_flow))  # type: ignore[no-untyped-call]  # in torch
+
+
+def _read_behind(tensor: Tensor) -> Callable[[Tensor], Tensor | None] | None:
+    """Return a function from the gradient of a view's base to the view's part; None for other tensors.
+
+    A write into a view replaces its graph node: gradients then arrive through the base's, and a hook on the view stays
+    silent. A linear layer with bias on three-dimensional input returns a view. Without a write there is no such part.
+    """
+    base = tensor._base if tensor._is_view() and not isinstance(tensor, InShards) else None
+    if base is None or base.grad_fn is None or not base.is_contiguous() or tensor.numel() > base.numel():
+        return None
+    written, version = weakref.ref(base), base._version  # keep neither alive
+    size, stride, start = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+
+    def part_of(gradient: Tensor) -> Tensor | None:
+        now = written()
+        if now is None or now._version == version:
+            return None
+        whole = gradient.contiguous()
+        return whole.as_strided(size, stride, whole.storage_offset() + start)
+
+    return part_of
 
 
 class Mode(Enum):
@@ -198,12 +221,6 @@ class Call:
         if is_output and kept is not None and self.again is not None:
             self.again.parts.setdefault(number, {}).setdefault(observed.digest, kept)
         self.parts.setdefault(at, []).append(BackwardPart(observed, torch._C._current_graph_task_id(), counts))
-
-    def gradients_of(self, number: int, sent: Sequence[Sketch]) -> list[Sketch]:
-        """Return an output's gradients: equal parts as often as ``sent``, at least once."""
-        if those := self.parts.get((True, number)):
-            return [one.observed for one in _of_each(those, sent)[0]]
-        return [one for one in [self.output_gradients.get(number)] if one is not None]
 
     def together(self, sent: Mapping[int, Sequence[Sketch]]) -> "Call":
         """Merge backwards from several consumers, outputs or loss terms into one.

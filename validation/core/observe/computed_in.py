@@ -1,7 +1,6 @@
 """Detect the computing type, where narrower than the weights."""
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -38,9 +37,7 @@ class ComputedIn:
         self._hooks = [one.register_forward_hook(Hook(one, note), with_kwargs=True) for one in self._modules]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

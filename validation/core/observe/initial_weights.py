@@ -1,8 +1,8 @@
 """Starting weights and gradients, captured at each parameter's first use."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -56,28 +56,25 @@ class FirstUse:
     def __enter__(self) -> Self:
         global _first_use
         self._outer, _first_use = _first_use, self
-        self._hook = register_module_forward_pre_hook(self.weights.around(self._enter))
-        self._late_hook = register_module_forward_hook(self.weights.around(self._leave))
-        self._step_hook = register_optimizer_step_post_hook(self.steps.around(self._step))
+        self._hooks = (
+            register_module_forward_pre_hook(self.weights.around(partial(self._look, False))),
+            register_module_forward_hook(self.weights.around(partial(self._look, True))),
+            register_optimizer_step_post_hook(self.steps.around(self._step)),
+        )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _first_use
         _first_use = self._outer
-        self._hook.remove()
-        self._late_hook.remove()
-        self._step_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def anew(self, sum_of: SumOf) -> None:
         """Start over: the judged step begins now. Its gradients go to ``sum_of``."""
         self._sum_of = sum_of
-        self.goes_on = bool(self.steps.around(self._has_stepped)())
+        stepped = self.steps.around(lambda: any(any(map(bool, one.state.values())) for one in self._stepped.values()))
+        self.goes_on = bool(stepped())
         self._forget()
-
-    def _has_stepped(self) -> bool:
-        return any(any(map(bool, one.state.values())) for one in self._stepped.values())
 
     def next_operation(self) -> None:
         """Start another operation with unknown contents."""
@@ -123,37 +120,29 @@ class FirstUse:
         """True if a submodule with parameters ran."""
         return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
 
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
-        """Capture parameters before a call, unless own hooks may still write them."""
+    def _look(self, late: bool, module: nn.Module, *_: Any) -> None:
+        """Capture parameters before a call; after it, if its own hooks may still write them."""
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta:
                 continue
             if isinstance(parameter, InShards):
-                if id(parameter) not in self._parts:
+                if not late and id(parameter) not in self._parts:
                     self._parts[id(parameter)] = parameter, parameter.to_local().detach().to("cpu", copy=True)
-            elif not module._forward_pre_hooks:
-                self._look(module, leaf, parameter)
-
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Capture parameters after a call, if its hooks delayed it."""
-        for leaf, parameter in module._parameters.items() if module._forward_pre_hooks else ():
-            if parameter is not None:
-                self._look(module, leaf, parameter)
-
-    def _look(self, module: nn.Module, leaf: str, parameter: nn.Parameter) -> None:
-        if parameter.is_meta or isinstance(parameter, InShards):
-            return
-        place = id(module), leaf
-        passing = not isinstance(parameter, nn.Parameter)  # from functional_call, a new one each time
-        if id(parameter) not in self._observed and not (passing and place in self._at):
-            self._observed[id(parameter)] = parameter, self._note(parameter)
-            self.sums.around(self._look_at_sum)(self._own.get(place, parameter))
-        if id(parameter) in self._observed:
-            self._at.setdefault(place, (module, self._observed[id(parameter)][1]))
+                continue
+            if late is not bool(module._forward_pre_hooks):
+                continue
+            place = id(module), leaf
+            passing = not isinstance(parameter, nn.Parameter)  # from functional_call, a new one each time
+            if id(parameter) not in self._observed and not (passing and place in self._at):
+                self._observed[id(parameter)] = parameter, self._note(parameter)
+                self.sums.around(self._look_at_sum)(self._own.get(place, parameter))
+            if id(parameter) in self._observed:
+                self._at.setdefault(place, (module, self._observed[id(parameter)][1]))
 
     def _look_at_sum(self, parameter: nn.Parameter) -> None:
         there = self._sum_of(parameter) if self._handed is None else self._handed.get(id(parameter))
-        self._begun |= {id(parameter): one for one in _copy_left(there)}
+        if isinstance(there, Tensor) and is_plain(there) and there.any():
+            self._begun[id(parameter)] = there.detach().to("cpu", copy=True)
 
     def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._stepped[id(optimizer)] = optimizer
@@ -161,12 +150,6 @@ class FirstUse:
     def _note(self, parameter: nn.Parameter) -> WeightContent:
         content = digest(parameter)
         return WeightContent(content, None if content in self._known else parameter.detach().to("cpu", copy=True))
-
-
-def _copy_left(gradient: object) -> Iterator[Tensor]:
-    """Copy a leftover gradient, if readable and nonzero."""
-    if isinstance(gradient, Tensor) and is_plain(gradient) and gradient.any():
-        yield gradient.detach().to("cpu", copy=True)
 
 
 _first_use: FirstUse | None = None

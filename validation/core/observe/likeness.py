@@ -1,6 +1,6 @@
 """Likeness: what a wrong tensor is and where it came from, with all texts about it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,8 +45,14 @@ class Label:
         """Describe the label relative to ``at``, without common parts."""
         if self.point.where in (SAME_NUMBER, MEAN):
             return f"the {self.point.where} in every element"
+        stage = f" of stage {self.point.stage}" if self.point.stage != at.point.stage else ""
+        own = self.name == at.name and not stage
+        if self.name and self.point.where == PARAMETER:
+            return "the parameters themselves" if own else f"the parameter {self.name}{stage}"
+        if self.name and self.ago:
+            return "an earlier step's gradients" if own else f"an earlier step's gradient of {self.name}{stage}"
         if self.name:
-            return self._of_parameter(at)
+            return f"that of {self.name}{stage}"
         if self.point == at.point and not self.ago:
             return f"number {self.number + 1} of the tensors there"
         words = [f"microbatch {self.point.microbatch}'s"]
@@ -57,15 +63,6 @@ class Label:
         if self.ago:
             words.append("of the previous step" if self.ago == 1 else f"of {self.ago} operations earlier")
         return " ".join(words)
-
-    def _of_parameter(self, at: "Label") -> str:
-        own = self.name == at.name and self.point.stage == at.point.stage
-        stage = f" of stage {self.point.stage}" if self.point.stage != at.point.stage else ""
-        if self.point.where == PARAMETER:
-            return "the parameters themselves" if own else f"the parameter {self.name}{stage}"
-        if self.ago:
-            return "an earlier step's gradients" if own else f"an earlier step's gradient of {self.name}{stage}"
-        return f"that of {self.name}{stage}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,14 @@ class Elements:
     def text(self) -> str:
         if not self.line:
             return f"{self.count} of {self.of} elements"
-        return join_places(self.line, self.numbers, self.lines)
+        first, *others = self.numbers
+        if not others:
+            return f"{self.line} {first}"
+        if list(self.numbers) == list(range(first, others[-1] + 1)):
+            return f"{self.line}s {first} to {others[-1]}"
+        if len(self.numbers) <= SHOWN:
+            return f"{self.line}s {', '.join(map(str, self.numbers))}"
+        return f"{len(self.numbers)} of {self.lines} {self.line}s"
 
     @property
     def is_run(self) -> bool:
@@ -98,17 +102,6 @@ class Elements:
     def is_tail(self) -> bool:
         """True for a run to the end, but not the whole tensor."""
         return self.is_run and self.last == self.of - 1 and self.first > 0
-
-
-def join_places(word: str, numbers: Sequence[int], count: int) -> str:
-    """Join numbers: ``row 3``, ``rows 2 to 5``, ``rows 1, 4``, or a count."""
-    if len(numbers) == 1:
-        return f"{word} {numbers[0]}"
-    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{word}s {numbers[0]} to {numbers[-1]}"
-    if len(numbers) <= SHOWN:
-        return f"{word}s {', '.join(map(str, numbers))}"
-    return f"{len(numbers)} of {count} {word}s"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ the nodes and keeps nothing alive.
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
@@ -22,16 +21,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeproof.core.observe.backward_lines import is_inside_a_backward
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.shards import InShards
 from pipeproof.core.observe.stack import Stack, own_stack
-from pipeproof.core.observe.written_views import WRITES
-from pipeproof.reference.graph import FAR, Edge, Node, down
+from pipeproof.reference.graph import FAR, Edge, Node, down, is_inside_a_backward
 
 _ENGINE = "_execution_engine"  # attribute on ``Variable``: the entry for all Python backwards
 _SAID = "tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"
+_WRITES = "CopySlices"  # type of the node behind the base of a view that was written to
 _NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
 
@@ -59,11 +57,6 @@ class OwnLoss:
         """True if a loss on outputs and ``weights`` covers this one."""
         return bool(self.weights and weights and not self.given and self.named <= {*weights})
 
-    def and_also(self, later: "OwnLoss") -> "OwnLoss":
-        """Merge a ``later`` backward."""
-        given, apart = self.given or later.given, self.apart or later.apart
-        return replace(self, given=given, apart=apart, named=self.named | later.named)
-
 
 @dataclass(frozen=True)
 class _Noted:
@@ -85,21 +78,17 @@ class OwnLosses:
         self.fence = Fence()
         self._flowed = flowed
         self._modules: dict[int, nn.Module] = {}  # by unique number
-        self._found: dict[nn.Module, OwnLoss] = {}
-        self._outside: dict[nn.Module, Stack] = {}
-
-    def outside(self, module: nn.Module) -> Stack | None:
-        """Return the first line where an outside loss started a backward to ``module``'s outputs, or None."""
-        return self._outside.get(module)
-
-    def of(self, module: nn.Module) -> OwnLoss | None:
-        """Return ``module``'s first own loss, or None."""
-        return self._found.get(module)
+        self.own: dict[nn.Module, OwnLoss] = {}  # first own losses
+        self.outside: dict[nn.Module, Stack] = {}  # first lines where an outside loss started a backward to outputs
 
     def watch(self, module: nn.Module) -> None:
         """Watch ``module`` from now on."""
+        global _open, _engine
         self._modules[next(_numbers)] = module
-        _listen(self)
+        if _engine is None:
+            _engine = _Engine(vars(Variable)[_ENGINE])
+            setattr(Variable, _ENGINE, _engine)
+        _open = (*(one for one in _open if one is not self), self)
 
     def note_call(self, module: nn.Module, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Note a call, with all tensors that require a gradient."""
@@ -120,34 +109,42 @@ class OwnLosses:
 
     def anew(self) -> None:
         """Start another operation."""
-        self._found.clear()
-        self._outside.clear()
+        self.own.clear()
+        self.outside.clear()
 
     def close(self) -> None:
         """Stop watching backwards."""
-        _forget(self)
+        global _open, _engine
+        _open = tuple(one for one in _open if one is not self)
+        if _open or _engine is None:
+            return
+        _engine.looks = False
+        if vars(Variable)[_ENGINE] is _engine:
+            setattr(Variable, _ENGINE, _engine.inner)
+        _engine = None
 
     def begins(self, way: "_Way") -> Callable[[Stack, bool], None]:
         """Start a backward along ``way``, and return a function for its end: line, and whether gradients were added.
 
         A backward within a call, without added gradients, belongs to the call and repeats with it.
         """
-        reached = {id(one.variable) for one in way.leaves}
+        reached = [one.variable for one in way.leaves]
+        ids = {*map(id, reached)}
         gathered = {number for one in way.leaves if _NOTED in _saved_by(one) for number in _note(one).weight_of}
         every = self._modules.items()  # sharded parameters change before the end
-        punished = {n for n, one in every if n in gathered or any(id(own) in reached for own in one.parameters())}
+        punished = {n for n, one in every if n in gathered or any(id(own) in ids for own in one.parameters())}
         before = {number: self._flowed(one) for number, one in every}
 
         def over(stack: Stack, adds: bool) -> None:
             for number, flowed in before.items():
-                module, weights = self._modules[number], number in punished
-                through = self._flowed(module) > flowed
-                to_given = number in way.given
+                module, weights, given = self._modules[number], number in punished, number in way.given
                 if number in way.outside:
-                    self._outside.setdefault(module, stack)
-                if (weights or to_given) and (adds or not _is_called_now(module)):
-                    found = OwnLoss(weights, not through, stack, to_given, frozenset(_names(module, reached)))
-                    self._found[module] = self._found[module].and_also(found) if module in self._found else found
+                    self.outside.setdefault(module, stack)
+                if (weights or given) and (adds or not _is_called_now(module)):
+                    apart, named = self._flowed(module) <= flowed, frozenset(weights_among(reached, module))
+                    first = self.own.get(module, OwnLoss(weights, apart, stack, given, named))
+                    apart, given, named = first.apart or apart, first.given or given, first.named | named
+                    self.own[module] = replace(first, apart=apart, given=given, named=named)
 
         return over
 
@@ -171,7 +168,8 @@ def leaves_of(loss: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
 
 def weights_among(leaves: Iterable[Tensor], module: nn.Module) -> set[str]:
     """Return names of ``module`` weights among ``leaves``."""
-    return _names(module, {*map(id, leaves)})
+    own = {*map(id, leaves)}
+    return {name for name, one in module.named_parameters() if id(one) in own}
 
 
 def trains(module: nn.Module) -> bool:
@@ -180,18 +178,10 @@ def trains(module: nn.Module) -> bool:
     Sharded weights are excluded: their module computes with gathered ones.
     """
     own = (one for one in module.parameters() if one.requires_grad and not isinstance(one, InShards))
-    return any(map(_comes_to, own))
-
-
-def _comes_to(weight: Tensor) -> bool:
     try:
-        return any(torch._C._will_engine_execute_node(node) for node, _ in _edges([weight]))
+        return any(torch._C._will_engine_execute_node(node) for node, _ in _edges(own))
     except RuntimeError:
         return True  # torch refuses an answer only for leaves that this backward was asked for
-
-
-def _names(module: nn.Module, weights: Collection[int]) -> set[str]:
-    return {name for name, one in module.named_parameters() if id(one) in weights}
 
 
 class _Engine(torch._C._ImperativeEngine):
@@ -213,28 +203,32 @@ class _Engine(torch._C._ImperativeEngine):
         begins = _open[0].fence.around(self._begins)(said, inside=is_inside_a_backward())
         for one in _open[1:]:
             one.fence.broken = one.fence.broken or _open[0].fence.broken
-        around, over = begins or (nullcontext(), ())
-        with around:
+        half, over = begins or (False, ())
+        global _halves
+        _halves += half
+        try:
             result = begin(*given, **named)
+        finally:
+            _halves -= half
         for tell in over:
             tell(own_stack(), bool(said.get("accumulate_grad")))
         return result
 
     def _begins(
         self, said: Mapping[str, Any], *, inside: bool
-    ) -> tuple[AbstractContextManager[None], Sequence[Callable[[Stack, bool], object]]]:
-        """Return the context for a backward, and functions to call at its end."""
+    ) -> tuple[bool, Sequence[Callable[[Stack, bool], object]]]:
+        """Return whether a backward continues a partial one, and functions to call at its end."""
         if inside and not said.get("accumulate_grad"):
-            return nullcontext(), ()
+            return False, ()
         begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _saved_by(edge[0])]
         if not begun:
-            return nullcontext() if inside else _going_on(), ()
+            return not inside, ()
         way = _Way.of(begun, said["tensors"], said.get("inputs", ()))
         way = replace(way, leaves=()) if inside else way
-        if not way.comes_anywhere:
-            return nullcontext(), ()
+        if not (way.leaves or way.given or way.outside):
+            return False, ()
         over = [(one, one.fence.around(one.begins)(way)) for one in _open]
-        return nullcontext(), [one.fence.around(tell) for one, tell in over if tell is not None]
+        return False, [one.fence.around(tell) for one, tell in over if tell is not None]
 
     @staticmethod
     def below(engine: Any) -> Any:
@@ -253,40 +247,11 @@ def goes_on() -> bool:
     return _halves > 0
 
 
-@contextmanager
-def _going_on() -> Iterator[None]:
-    global _halves
-    _halves += 1
-    try:
-        yield
-    finally:
-        _halves -= 1
-
-
 _open: tuple[OwnLosses, ...] = ()
 _engine: _Engine | None = None  # present while any observer is open
 belongs_to_rank(__name__, "_open", fresh=lambda _: ())
 belongs_to_rank(__name__, "_engine", fresh=lambda _: None)
 belongs_to_rank(Variable, _ENGINE, fresh=_Engine.below)
-
-
-def _listen(losses: OwnLosses) -> None:
-    global _open, _engine
-    if _engine is None:
-        _engine = _Engine(vars(Variable)[_ENGINE])
-        setattr(Variable, _ENGINE, _engine)
-    _open = (*(one for one in _open if one is not losses), losses)
-
-
-def _forget(losses: OwnLosses) -> None:
-    global _open, _engine
-    _open = tuple(one for one in _open if one is not losses)
-    if _open or _engine is None:
-        return
-    _engine.looks = False
-    if vars(Variable)[_ENGINE] is _engine:
-        setattr(Variable, _ENGINE, _engine.inner)
-    _engine = None
 
 
 @dataclass(frozen=True)
@@ -307,9 +272,12 @@ class _Way:
         With ``ends`` it serves those alone; the remainder may start anywhere along it.
         """
         passed, gave = down(begun, _is_given, FAR)
-        if written := {edge for node, _ in passed for edge in _edges_below_views(node)}:
+        # Edges below writes into views that calls returned.
+        below = (edge for node, _ in passed if type(node).__name__ == _WRITES for edge in node.next_functions[:1])
+        if written := {(n, k) for n, k in below if _NOTED in _saved_by(n) and k in _note(n).viewed}:
             passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
-        losses = [edge for edge in _edges(filter(_is_loss, roots)) if not _is_given(*edge)]
+        single = (root for root in roots if isinstance(root, Tensor) and root.numel() == 1)  # possible losses
+        losses = [edge for edge in _edges(single) if not _is_given(*edge)]
         _, summed = down(losses, _is_given, FAR) if losses != [*begun] else ((), gave)
         if ends:
             for node, _ in down(gave, lambda node, _: _HALF in _saved_by(node), FAR)[0]:
@@ -319,25 +287,9 @@ class _Way:
         outside = (_note(node).gave.get(number, ()) for node, number in summed if _NOTED in _saved_by(node))
         return _Way(_leaves(passed), set().union(*noted), set().union(*outside))
 
-    @property
-    def comes_anywhere(self) -> bool:
-        """True with any target."""
-        return bool(self.leaves or self.given or self.outside)
-
-
-def _is_loss(root: Tensor | GradientEdge) -> bool:
-    """True for a possible loss: one number."""
-    return isinstance(root, Tensor) and root.numel() == 1
-
 
 def _is_given(node: Node, number: int) -> bool:
     return _NOTED in _saved_by(node) and number in _note(node).gave
-
-
-def _edges_below_views(node: Node) -> list[Edge]:
-    """Return edges below a write into a view that a call returned."""
-    below = node.next_functions[:1] if type(node).__name__ == WRITES else ()
-    return [(one, number) for one, number in below if _NOTED in _saved_by(one) and number in _note(one).viewed]
 
 
 def _leaves(edges: Iterable[Edge]) -> list[Node]:

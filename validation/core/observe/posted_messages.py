@@ -144,7 +144,7 @@ def parting() -> str:
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def note(group: dist.ProcessGroup, *arguments: Any) -> Any:
-        empty = name == "send" and _fence.around(_is_empty)(arguments[0])
+        empty = name == "send" and _fence.around(lambda: not any(tensor.any() for tensor in arguments[0]))()
         try:
             work = method(group, *arguments)
         except RuntimeError as error:
@@ -177,7 +177,9 @@ def _note(name: str, work: Any, empty: bool, group: dist.ProcessGroup, tensors: 
     _posted[name] += 1
     if name != "send":
         for tensor in filter(torch._C._has_storage, tensors):
-            _receive(tensor, Came(stack, message))
+            held, place = StorageWeakRef(tensor.untyped_storage()), _bytes(tensor)  # type: ignore[no-untyped-call]
+            kept = [one for one in _parts(tensor) if not _meet(one[0], place)]
+            _received[held.cdata] = held, [*kept, (place, Came(stack, message))]
     elif message is not None:
         _sent[message] = Sent(stack, empty)
 
@@ -201,20 +203,9 @@ def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0
     return Message(*way, _ways[way])
 
 
-def _is_empty(tensors: Sequence[Tensor]) -> bool:
-    """True if all elements are zero."""
-    return not any(tensor.any() for tensor in tensors)
-
-
 def list_sent() -> Mapping[Message, Sent]:
     """Return this rank's sends; empty after an observer's failure."""
     return {} if _fence.broken else dict(_sent)
-
-
-def _receive(tensor: Tensor, came: Came) -> None:
-    held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
-    place = _bytes(tensor)
-    _received[held.cdata] = held, [*(one for one in _parts(tensor) if not _meet(one[0], place)), (place, came)]
 
 
 def find_received(tensor: Tensor) -> Came | None:

@@ -58,9 +58,8 @@ class RecordedStage(AroundStage):
         self._began: dict[Site, Tensor] = {}
         self._marks: Sequence[Mark] = ()
         self._adders: list[int] = []
-        self._observed: list[tuple[int, str, Copies]] = []
-        # Gradient flows: backward, output number, copy.
-        self._flows: list[tuple[int, int, Tensor]] = []
+        self._observed: dict[Point, Copies] = {}
+        self._flows: dict[int, dict[int, Tensor]] = {}  # by backward and output number, copies of gradients
         self._graphs: dict[int, list[int]] = {}
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
@@ -82,24 +81,22 @@ class RecordedStage(AroundStage):
             self.module.register_forward_hook(self.fence.around(self._on_return)),
         ]
         self._named = list(self.module.named_parameters(remove_duplicate=False))
-        self._began = self.weights()
-
-    def weights(self) -> dict[Site, Tensor]:
-        """Copy the stage's current parameters."""
-        return {(self.index, name): parameter.detach().clone() for name, parameter in self._named}
+        self._began = {(self.index, name): parameter.detach().clone() for name, parameter in self._named}
 
     def finish(self) -> Recording:
         """Return tensors since ``begin``, and stop watching."""
         self._leave()
         stage = self.index
-        tensors = {Point(stage, microbatch, where): _on_cpu(observed) for microbatch, where, observed in self._observed}
-        for microbatch, number, gradient in self._flows:
-            found = list(tensors.get(Point(stage, microbatch, FLOWED), ()))
-            found += [None] * (number + 1 - len(found))
-            found[number] = gradient.cpu()
+        tensors: dict[Point, Copies] = {
+            point: tuple([None if one is None else one.cpu() for one in copies])
+            for point, copies in self._observed.items()
+        }
+        for microbatch, flows in self._flows.items():
+            found = [flows[k].cpu() if k in flows else None for k in range(max(flows) + 1)]
             tensors[Point(stage, microbatch, FLOWED)] = found
+        began = {site: copy.cpu() for site, copy in self._began.items()}
         graphs = {(stage, microbatch): tuple(made) for microbatch, made in self._graphs.items()}
-        return Recording(tensors, graphs, {stage: tuple(self._adders)}, _on_host(self._began))
+        return Recording(tensors, graphs, {stage: tuple(self._adders)}, began)
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         self._note(microbatch, GIVEN, inputs)
@@ -120,49 +117,45 @@ class RecordedStage(AroundStage):
             self._note(self._forward_of, USED, taken)
 
     def _on_return(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
-        if self._forward_of is not None:
-            self._on_outputs(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._begin_backward(microbatch, gradients)
-        handed_on = self.inner.backward(microbatch, gradients)
-        self._note(microbatch, HANDED_ON, handed_on)
-        self._end_backward(microbatch, whole=True)
-        return handed_on
-
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._begin_backward(microbatch, gradients)
-        self._received[microbatch] = gradients
-        handed_on = self.inner.backward_input(microbatch, gradients)
-        self._note(microbatch, HANDED_ON, handed_on)
-        self._end_backward(microbatch, whole=False)
-        return handed_on
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._note(microbatch, LATE, self._received.pop(microbatch, ()))
-        # Parts without a path to inputs run now; parts that ran already repeat, which adds nothing new.
-        self._start(microbatch, ran={number for of, number, _ in self._flows if of == microbatch})
-        self.inner.backward_weight(microbatch)
-        self._end_backward(microbatch, whole=True)
-
-    def _begin_backward(self, microbatch: int, gradients: Gradients) -> None:
-        self._note(microbatch, RECEIVED, gradients)
-        self._keep(microbatch)
-        self._start(microbatch)
-
-    def _keep(self, microbatch: int) -> None:
-        """Note the module's input at the backward's start, and at the first gradient flow."""
-        if microbatch in self._inputs:
-            self._note(microbatch, KEPT, self._inputs[microbatch])
-
-    def _on_outputs(self, microbatch: int, outputs: Sequence[Any]) -> None:
-        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        microbatch = self._forward_of
+        if microbatch is None:
+            return
+        every = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        tensors = [output for output in every if isinstance(output, Tensor)]
         self._note(microbatch, MADE, tensors)
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 # A tensor hook sees gradients from any backward.
                 flowed = self.fence.around(partial(self._on_flow, microbatch, number))
                 tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        return self._differentiate(microbatch, gradients, whole=True)
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._received[microbatch] = gradients
+        return self._differentiate(microbatch, gradients, whole=False)
+
+    def _differentiate(self, microbatch: int, gradients: Gradients, *, whole: bool) -> Gradients:
+        self._note(microbatch, RECEIVED, gradients)
+        self._keep(microbatch)
+        self._start(microbatch)
+        handed_on = (self.inner.backward if whole else self.inner.backward_input)(microbatch, gradients)
+        self._note(microbatch, HANDED_ON, handed_on)
+        self._end_backward(microbatch, whole=whole)
+        return handed_on
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._note(microbatch, LATE, self._received.pop(microbatch, ()))
+        # Parts without a path to inputs run now; parts that ran already repeat, which adds nothing new.
+        self._start(microbatch, ran={*self._flows.get(microbatch, ())})
+        self.inner.backward_weight(microbatch)
+        self._end_backward(microbatch, whole=True)
+
+    def _keep(self, microbatch: int) -> None:
+        """Note the module's input at the backward's start, and at the first gradient flow."""
+        if microbatch in self._inputs:
+            self._note(microbatch, KEPT, self._inputs[microbatch])
 
     def _on_flow(self, made: int, number: int, gradient: Tensor) -> None:
         microbatch = self._backward_of
@@ -171,7 +164,7 @@ class RecordedStage(AroundStage):
         if not number:
             self._graphs.setdefault(microbatch, []).append(made)
             self._keep(microbatch)
-        self._flows.append((microbatch, number, gradient.detach().clone()))
+        self._flows.setdefault(microbatch, {})[number] = gradient.detach().clone()
 
     @looking
     def _start(self, microbatch: int, *, ran: Collection[int] = ()) -> None:
@@ -199,7 +192,7 @@ class RecordedStage(AroundStage):
     @looking
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
         copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
-        self._observed.append((microbatch, where, copies))
+        self._observed[Point(self.index, microbatch, where)] = copies
 
 
 class Recorder:
@@ -219,11 +212,3 @@ class Recorder:
         if any(stage.fence.broken for stage in self._stages):
             return None
         return merge([stage.finish() for stage in self._stages])
-
-
-def _on_cpu(copies: Copies) -> Copies:
-    return tuple([None if copy is None else copy.cpu() for copy in copies])
-
-
-def _on_host(copies: dict[Site, Tensor]) -> dict[Site, Tensor]:
-    return {site: copy.cpu() for site, copy in copies.items()}

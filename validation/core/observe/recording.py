@@ -52,8 +52,3 @@ def merge(recordings: Sequence[Recording]) -> Recording:
     return Recording(
         **{name: {k: observed for part in each for k, observed in part.items()} for name, each in parts.items()}
     )
-
-
-def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:
-    """Select one stage's ``gradients``, by name."""
-    return {name: gradient for (owner, name), gradient in gradients.items() if owner == stage}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeproof.core.observe.fence import Fence
-from pipeproof.reference.choices import Pick, Routers, in_backward, running
+from pipeproof.reference.choices import Pick, Routers, running
+from pipeproof.reference.graph import is_inside_a_backward
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class RouteObserver(TorchFunctionMode):
 
     def _note(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:
         call = Pick.of(func, made, args, kwargs)
-        if call is not None and not in_backward():
+        if call is not None and not is_inside_a_backward():
             observed = call.choice
             self._observed.append(
                 (tuple(running()), Route(observed.own_TK.to("cpu", copy=True), observed.scores_TE.dtype))

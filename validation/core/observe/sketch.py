@@ -9,8 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeproof.core.observe.additive import SHARES, add_digests, content_of, shares_of
-from pipeproof.core.observe.digest import digest, wide_rows
+from pipeproof.core.observe.digest import SHARES, add_digests, content_of, digest, shares_of, wide_rows
 from pipeproof.core.observe.elements import any_nonzero, bits, has_fp64, is_rounded, numbers, plain
 from pipeproof.core.observe.likeness import NARROWER, ROUNDED_TO
 from pipeproof.core.observe.shards import Shard
@@ -93,7 +92,8 @@ class Sketch:
         distance = self.distance(other)
         if not 0.0 < distance < math.inf:
             return distance
-        filled = self._distances(other)[: max(1, min(SHARES, math.prod(self.shape)))]
+        distances = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
+        filled = distances[: max(1, min(SHARES, math.prod(self.shape)))]
         return min(distance, math.sqrt(median(filled)) / other.norm)
 
     def cosine(self, other: "Sketch") -> float | None:
@@ -101,9 +101,6 @@ class Sketch:
         own, its = (math.sqrt(sum(one**2 for one in each.projections)) for each in (self, other))
         product = sum(a * b for a, b in zip(self.projections, other.projections, strict=True))
         return product / own / its if own and its else None
-
-    def _distances(self, other: "Sketch") -> list[float]:
-        return [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
 
     def factor(self, other: "Sketch") -> float | None:
         """Return the factor over ``other``. None if projections show no multiple."""
@@ -137,7 +134,8 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     content = digest_of_values(tensor)
     if known is not None and known.digest == content:
         return known
-    flat = _countable(tensor)
+    flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
+    flat = flat.to(torch.float32 if flat.dtype in (torch.float32, *NARROWER.values()) else torch.float64)
     size, *projections = _sums(flat).tolist()
     narrow = list(_narrow(flat, tensor.dtype)) if is_rounded(tensor.dtype) and size == size else []
     own = tensor if narrow and tensor.dtype in (torch.float32, torch.float64) else None
@@ -171,13 +169,6 @@ def add_sketches(parts: Sequence[Sketch], shape: tuple[int, ...]) -> Sketch:
     return replace(
         parts[0], shape=shape, digest=add_digests([one.digest for one in parts]), norm=norm, projections=projections
     )
-
-
-def _countable(tensor: Tensor) -> Tensor:
-    """Return elements in a summable type, on the host if the device lacks fp64."""
-    flat = numbers(tensor if has_fp64(tensor.device) else tensor.cpu())
-    wide = torch.float32 if flat.dtype in (torch.float32, *NARROWER.values()) else torch.float64
-    return flat.to(wide)
 
 
 def digest_of_values(tensor: Tensor) -> bytes:

@@ -21,7 +21,7 @@ class Speaking(TorchDispatchMode):
         self.spoke = False
 
     def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
-        args, kwargs = (*given, None)[:2]  # absent for positional calls
+        args, kwargs = (*given, {})[:2]  # absent for positional calls
         if func.namespace in _OF_RANKS and not self.spoke:
             self.spoke = max(_sizes((args, kwargs)), default=0) > 1
         return func(*args, **(kwargs or {}))

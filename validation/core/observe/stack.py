@@ -2,7 +2,6 @@
 
 import linecache
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import parent_process
@@ -55,30 +54,19 @@ def own_stack() -> Stack:
 def stack_of(frame: FrameType) -> Stack:
     """Return the user lines behind ``frame``, possibly in another thread."""
     kept: list[Line] = []
-    for one in _frames(frame):
-        if not (kept and _is_installed(one.f_code.co_filename)):
-            kept.append(_line(one.f_code.co_filename, one.f_lineno, one.f_code.co_name))
-        if len(kept) == _MOST:
-            break
-    return tuple(kept)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield frames outward, except machinery."""
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
+    outward: FrameType | None = frame
+    while outward is not None and len(kept) < _MOST:
+        code, number, module = outward.f_code, outward.f_lineno, str(outward.f_globals.get("__name__"))
+        file, outward = code.co_filename, outward.f_back
         own = module.startswith(_PLANTED) or module.partition(".")[0] not in _MACHINERY
-        started = frame.f_back is None and frame.f_code.co_filename == "<string>" and parent_process() is not None
-        if own and not started:  # multiprocessing starts a process with a line
-            yield frame
-        frame = frame.f_back
+        # multiprocessing starts a process with a line
+        started = outward is None and file == "<string>" and parent_process() is not None
+        if own and not started and not (kept and _is_installed(file)):
+            linecache.checkcache(file)  # reloaded files change their lines
+            kept.append(Line(file, number, code.co_name, linecache.getline(file, number).strip()))
+    return tuple(kept)
 
 
 @lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(Path(file).parts)
-
-
-def _line(file: str, number: int, function: str) -> Line:
-    linecache.checkcache(file)  # reloaded files change their lines
-    return Line(file, number, function, linecache.getline(file, number).strip())

@@ -33,7 +33,10 @@ _SIMPLE = {str, int, float, bool, bytes, type(None)}  # types without contents, 
 def hidden_in(values: object) -> str:
     """Name the first type that hides tensors with gradients; empty if none does."""
     hidden = (leaf for leaf in tree_leaves(values) if not isinstance(leaf, InShards) and _hides(leaf))
-    return next(map(_kind, hidden), "")
+    found = next(hidden, None)
+    if isinstance(found, Tensor):
+        return "a nested Tensor" if found.is_nested else "a sparse Tensor"
+    return "" if found is None else type(found).__name__
 
 
 InAttribute = tuple[nn.Module, str, str]  # owner, attribute, and its dotted path
@@ -67,12 +70,6 @@ def can_be_read(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.layout is torch.strided
 
 
-def _kind(leaf: object) -> str:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    return "a nested Tensor" if leaf.is_nested else "a sparse Tensor"
-
-
 def _hides(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.requires_grad and not leaf.is_meta and not can_be_read(leaf)
@@ -98,7 +95,9 @@ def _members(leaf: object) -> Iterator[object]:
     for one in type(leaf).__mro__:
         slots = one.__dict__.get("__slots__", ())
         names = [slots] if isinstance(slots, str) else slots
-        yield from (getattr(leaf, _mangle(name, one), None) for name in names)
+        for name in names:
+            private = name.startswith("__") and not name.endswith("__")  # Python mangles it
+            yield getattr(leaf, f"_{one.__name__.lstrip('_')}{name}" if private else name, None)
     if isinstance(leaf, Mapping):
         yield from leaf.values()
     elif isinstance(leaf, list | tuple | set | frozenset):
@@ -107,9 +106,3 @@ def _members(leaf: object) -> Iterator[object]:
         yield from gc.get_referents(*(leaf.__closure__ or ()))
     elif isinstance(leaf, partial | MethodType | Iterator):  # iterators are excluded: reading consumes them
         yield from gc.get_referents(leaf)
-
-
-def _mangle(name: str, owner: type) -> str:
-    """Mangle a private ``name`` as Python does."""
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{owner.__name__.lstrip('_')}{name}" if private else name

@@ -4,10 +4,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import count
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pipeproof.core.observe.as_they_came import AsTheyCame
-from pipeproof.core.observe.backward_lines import backward_stack, is_inside_a_backward
+from pipeproof.core.observe.backward_lines import backward_stack
 from pipeproof.core.observe.calls import Call, Flows, Mode, Note
 from pipeproof.core.observe.elements import version
 from pipeproof.core.observe.fence import Fence
@@ -26,29 +27,68 @@ from pipeproof.core.observe.posted_messages import did, find_received
 from pipeproof.core.observe.shards import InShards, whole_here
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.stack import own_stack
-from pipeproof.core.observe.tensors_in import hidden_in, hidden_inputs, inputs_kept, leaves_in, tensors_in
-from pipeproof.core.observe.watched import CallEntry, Watched
+from pipeproof.core.observe.tensors_in import InAttribute, hidden_in, hidden_inputs, inputs_kept, leaves_in, tensors_in
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
 from pipeproof.reference.generators import Generator, generators_in
+from pipeproof.reference.graph import is_inside_a_backward
 
 Module = TypeVar("Module", bound=nn.Module)
 Keep = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Watched:
+    """A module with its calls, calls that a backward may still repeat, and its DDP wrapper."""
+
+    module: nn.Module
+    when: Callable[[], bool]
+    fence: Fence
+    calls: list[Call] = field(default_factory=list)
+    waiting: list[Call] = field(default_factory=list)
+    replicas: DistributedDataParallel | None = None
+
+    def original(self, again: Call) -> Call | None:
+        """Return the repeated call for ``again``, which takes the gradients.
+
+        Prefers the first with equal inputs over the first waiting one. None without a waiting call. With several
+        candidates and unequal inputs, gradients stay unlinked.
+        """
+        content = [one.digest for one in again.inputs]
+        equal = [call for call in self.waiting if [one.digest for one in call.inputs] == content]
+        found, linked = next(iter(equal or self.waiting), None), bool(equal) or len(self.waiting) == 1
+        if found is None:
+            return None
+        self.waiting = [call for call in self.waiting if call is not found]
+        found.kept.update(enumerate(again.inputs))
+        found.needing, found.giving = again.needing, again.giving
+        return found if linked else replace(found, output_gradients={}, input_gradients={}, parts={}, asked={})
+
+
+class CallEntry(NamedTuple):
+    """A call that has begun, its arguments with their versions, and tensor attributes ``kept`` by the module."""
+
+    call: Call
+    given: list[Tensor]
+    versions: list[int | None]
+    kept: list[InAttribute]
 
 
 class Watcher:
     """Notes calls of watched modules.
 
     keep: copies tensors, so that calls can be repeated; None: keeps none. generators: random generators for calls,
-    beyond those in torch, Python, numpy and the modules. linked: neighbouring calls get compared, as with ``keep``.
+    beyond those in torch, Python, numpy and the modules. linked: neighbouring calls get compared, as with ``keep``;
+    ``losses`` then has their modules' own ones.
     """
 
     def __init__(self, *, keep: Keep | None = None, generators: Sequence[Generator] = (), linked: bool = False) -> None:
         self._keep, self._generators, self._linked = keep, generators, linked or keep is not None
         self._drawing: dict[int, list[Generator]] = {}  # by module, its random generators
         self._hooks: list[RemovableHandle] = []
-        self._came, self._losses = AsTheyCame(), OwnLosses(self._flows)
+        self._came = AsTheyCame()
+        self.losses = OwnLosses(lambda module: sum(len(call.flowed) for call in self._watched[id(module)].calls))
         self._watched: dict[int, Watched] = {}
         self._entering: dict[int, list[CallEntry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -65,18 +105,18 @@ class Watcher:
             self._hooks.append(module.register_forward_hook(called, with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module, fence)
             if self._linked:
-                self._losses.watch(module)
+                self.losses.watch(module)
 
     def close(self) -> None:
         """Note no more calls. Gradients of noted calls still arrive."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._losses.close()
+        self.losses.close()
 
     def anew(self) -> None:
         """Start another operation: forget earlier calls."""
-        self._losses.anew()
+        self.losses.anew()
         for one in self._watched.values():
             one.calls, one.waiting = [], []
 
@@ -97,7 +137,7 @@ class Watcher:
     def unseen(self, module: nn.Module) -> str:
         """Return why ``module``'s observation is incomplete; empty if complete or unwatched."""
         one = self._find(module)
-        return "" if one is None else one.fence.broken or self._losses.fence.broken
+        return "" if one is None else one.fence.broken or self.losses.fence.broken
 
     @property
     def compiled(self) -> bool:
@@ -116,11 +156,6 @@ class Watcher:
         """Return ``module``'s DDP wrapper, if any."""
         return self._watched[id(module)].replicas
 
-    @property
-    def losses(self) -> OwnLosses:
-        """Own losses of modules with kept calls."""
-        return self._losses
-
     def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``clear``, a method that clears gradients, to note affected calls."""
 
@@ -130,7 +165,8 @@ class Watcher:
         def note_cleared(had: Sequence[Watched]) -> None:
             for one in had:
                 if not any(map(_has_gradient, one.module.parameters())):
-                    one.note_cleared(own_stack())
+                    for call in one.calls:
+                        call.cleared = call.cleared or (own_stack() if call.ran else ())
 
         before, after = self._clearing.around(have), self._clearing.around(note_cleared)
 
@@ -158,57 +194,58 @@ class Watcher:
                 )
 
     def _on_enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._watched[id(module)].when():
-            self._watched[id(module)].note_replicas()
-            inputs = tensors_in((arguments, named))  # read now: the module may change them in place
-            keep = self._keep and partial(Called.of, tensors=tensors_in, copy=self._keep)
-            again = keep(module, arguments, named, generators=self._generators_of(module)) if keep else None
-            self._entering[get_ident()].append(CallEntry.of(inputs, again, inputs_kept(module) if keep else []))
-
-    def _generators_of(self, module: nn.Module) -> list[Generator]:
-        """Return random generators for ``module`` calls, without duplicates, from its first call."""
-        if id(module) not in self._drawing:
-            every = [*self._generators, *generators_in(module)]
-            self._drawing[id(module)] = list({id(one): one for one in every}.values())
-        return self._drawing[id(module)]
-
-    def _on_call(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        watched, mode = self._watched[id(module)], _mode()
+        watched, calling = self._watched[id(module)], DistributedDataParallel._active_ddp_module
         if not watched.when():
             return
-        entry = self._entering[get_ident()].pop()
-        inputs = tensors_in((arguments, named)) if entry.again is None else entry.given
+        if calling is not None and any(part is module for part in calling.modules()):
+            watched.replicas = calling
+        inputs = tensors_in((arguments, named))  # read now: the module may change them in place
+        again = None
+        if self._keep is not None:
+            if id(module) not in self._drawing:
+                every = [*self._generators, *generators_in(module)]
+                self._drawing[id(module)] = list({id(one): one for one in every}.values())
+            drawing = self._drawing[id(module)]
+            again = Called.of(module, arguments, named, tensors=tensors_in, copy=self._keep, generators=drawing)
+        call = Call(False, list(map(sketch, inputs)), stacks={Kind.FORWARD: own_stack()}, again=again)
+        came = {(Kind.FORWARD, k): find_received(tensor) for k, tensor in enumerate(inputs)}
+        call.came = {at: one for at, one in came.items() if one is not None}
+        kept = [] if again is None else inputs_kept(module)
+        self._entering[get_ident()].append(CallEntry(call, inputs, [version(tensor) for tensor in inputs], kept))
+
+    def _on_call(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        watched, mode = self._watched[id(module)], Mode.AGAIN if is_inside_a_backward() else Mode.FORWARD
+        if not watched.when():
+            return
+        mode = mode if torch.is_grad_enabled() else Mode.SILENT
+        call, given, versions, kept = self._entering[get_ident()].pop()
+        inputs = tensors_in((arguments, named)) if call.again is None else given
         outputs = tensors_in(result)
         modes = {part.training for part in module.modules()}
-        needing, giving = map(_differentiable, (inputs, outputs))
-        silent, mixed = mode is Mode.SILENT, len(modes) > 1
-        made, began = list(map(sketch, outputs)), next(self._times)
-        stacks = {Kind.FORWARD: entry.stack}
-        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
-        call.came, call.again = entry.came, entry.again
-        if entry.again is not None:  # note the flow into one tensor once
-            call.repeated, call.given_again = repeats(outputs), frozenset(entry.again.repeated)
-            call.hidden = hidden_in((arguments, named, result))
-            call.attribute = hidden_inputs(entry.kept, entry.given)
-            needing = {number: tensor for number, tensor in needing.items() if number not in call.given_again}
-            giving = {number: tensor for number, tensor in giving.items() if number not in call.repeated}
+        call.training, call.mixed, call.silent = True in modes, len(modes) > 1, mode is Mode.SILENT
+        call.outputs, call.began = list(map(sketch, outputs)), next(self._times)
+        if call.again is not None:  # note the flow into one tensor once
+            call.repeated, call.given_again = repeats(outputs), frozenset(call.again.repeated)
+            call.hidden, call.attribute = hidden_in((arguments, named, result)), hidden_inputs(kept, given)
+        needing = {k: one for k, one in enumerate(inputs) if one.requires_grad and k not in call.given_again}
+        giving = {k: one for k, one in enumerate(outputs) if one.requires_grad and k not in call.repeated}
         call.needing, call.giving = frozenset(needing), frozenset(giving)
-        if mode is Mode.SILENT:
-            watched.calls.append(call)
-            watched.waiting.append(call)
-            return
         if mode is Mode.AGAIN:
-            if watched.original(call) is None:
+            if (original := watched.original(call)) is None:
                 return  # a checkpoint whose forward carried gradients: they pass through that call
+            call = original
         else:
             watched.calls.append(call)
-            self._did("forward", watched, sum(not one.silent for one in watched.calls))
-            unchanged = [k for k, tensor in enumerate(inputs) if version(tensor) == entry.versions[k]]
-            self._look_again(watched.fence, call, {k: inputs[k] for k in unchanged}, giving)
+        if mode is Mode.SILENT:
+            watched.waiting.append(call)
+            return
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
         if mode is Mode.FORWARD:
-            self._losses.note_call(module, needing.values(), [*giving.values(), *parts])
-        call.unread = bool(parts)
+            self._did("forward", watched, sum(not one.silent for one in watched.calls))
+            unchanged = {k: tensor for k, tensor in enumerate(inputs) if version(tensor) == versions[k]}
+            self._look_again(watched.fence, call, unchanged, giving)
+            self.losses.note_call(module, needing.values(), [*giving.values(), *parts])
+            call.unread = bool(parts)
         self._follow(watched, call, needing, giving, parts)
 
     def _look_again(
@@ -242,7 +279,7 @@ class Watcher:
         """
         flows, count = Flows(watched.fence.around, first=self._linked), partial(self._count, watched.module, call)
         for number, tensor in enumerate(parts):
-            flows.note_made(tensor, self._counting(call, count if not inputs and not outputs and not number else None))
+            flows.note_made(tensor, self._noting(call, None, number, None if inputs or outputs or number else count))
         given = {id(tensor) for tensor in inputs.values()}
         own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
         last = min(inputs) if inputs else min(outputs, default=None)
@@ -264,9 +301,6 @@ class Watcher:
         """Note a backward at the call's outputs. One that asks for gradients there runs nothing."""
         call.flowed.setdefault(torch._C._current_graph_task_id(), next(self._times))
 
-    def _flows(self, module: nn.Module) -> int:
-        return sum(len(call.flowed) for call in self._watched[id(module)].calls)
-
     def _count(self, module: nn.Module, call: Call) -> None:
         call.count(next(self._times), trains=trains(module))
         watched = self._watched[id(module)]
@@ -276,24 +310,29 @@ class Watcher:
         which = [*self._watched].index(id(watched.module)) + 1
         did(kind, number, "its stage" if len(self._watched) == 1 else f"watched module {which}")
 
-    def _noting(self, call: Call, into: dict[int, Sketch], number: int, count: Callable[[], None] | None) -> Note:
-        keep = self._keep if into is call.output_gradients else None
+    def _noting(
+        self, call: Call, into: dict[int, Sketch] | None, number: int, count: Callable[[], None] | None
+    ) -> Note:
+        """Note gradients of a tensor ``into`` the call's; without that their arrival alone, as of sharded ones."""
+        is_output = into is call.output_gradients
+        keep = self._keep if is_output else None
 
         def note(gradient: Tensor) -> Callable[[], None]:
-            observed = None if (held := whole_here(gradient)) is None else sketch(held)
+            held = None if into is None else whole_here(gradient)
+            observed, kept = (None, None) if held is None else (sketch(held), keep(held) if keep else None)
             if Kind.BACKWARD not in call.stacks:
                 call.stacks[Kind.BACKWARD] = backward_stack()
-            if into is call.output_gradients and (came := find_received(gradient)) is not None:
+            if is_output and (came := find_received(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
-            kept = None if keep is None or held is None else keep(held)
-            if observed is not None and into is call.output_gradients:
+            if observed is not None and is_output:
                 call.asked.setdefault(number, (observed, kept))
 
             def write() -> None:
-                if observed is not None and self._linked:
-                    call.note_part((into is call.output_gradients, number), observed, kept, counts=count is not None)
-                if observed is not None and (not self._linked or number not in into):  # the first half has it all
-                    into[number] = observed
+                if observed is not None and into is not None:
+                    if self._linked:
+                        call.note_part((is_output, number), observed, kept, counts=count is not None)
+                    if not self._linked or number not in into:  # the first half has it all
+                        into[number] = observed
                 if kept is not None and call.again is not None:
                     call.again.flows.setdefault(number, kept)
                 if count is not None:
@@ -302,16 +341,6 @@ class Watcher:
             return write
 
         return note
-
-    def _counting(self, call: Call, count: Callable[[], None] | None) -> Note:
-        """Note a sharded gradient's arrival, without its value."""
-
-        def write() -> None:
-            call.stacks.setdefault(Kind.BACKWARD, backward_stack())
-            if count is not None:
-                count()
-
-        return lambda gradient: write
 
 
 def _of(came: Callable[[Tensor], Tensor], note: Note) -> Note:
@@ -356,13 +385,3 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
     """True for a nonzero local gradient."""
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, InShards) else parameter.grad
     return gradient is not None and not gradient.is_meta and bool(gradient.any())
-
-
-def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
-    return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
-
-
-def _mode() -> Mode:
-    if not torch.is_grad_enabled():
-        return Mode.SILENT
-    return Mode.AGAIN if is_inside_a_backward() else Mode.FORWARD

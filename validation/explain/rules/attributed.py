@@ -1,19 +1,20 @@
 """The link that final gradients alone show: their addends, or the one fault that reproduces them."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Size
 from pipeproof.explain.attribution import attribute_coarsely
-from pipeproof.explain.candidates import is_near
 from pipeproof.explain.evidence import Evidence
-from pipeproof.explain.replay import replay
-from pipeproof.explain.rules.factors import by_loss_scale, tell_apart
-from pipeproof.explain.rules.inside import first_of_backward, other_forward
+from pipeproof.explain.limits import CLOSE
+from pipeproof.explain.replay import is_same_loss, replay
+from pipeproof.explain.rules.factors import by_loss_scale, is_near, tell_apart
 from pipeproof.explain.rules.passages import list_unexplained_passages
-from pipeproof.explain.rules.place import or_wrong_message
+from pipeproof.explain.rules.places import or_wrong_message
 from pipeproof.explain.rules.update import clip_factor
+from pipeproof.pipeline.sizes import some
 
 
 def note_late_gradients(evidence: Evidence) -> Sequence[str]:
@@ -22,21 +23,16 @@ def note_late_gradients(evidence: Evidence) -> Sequence[str]:
     updated = laws.get("updated-parameters")
     if updated is None or updated.outcome == "fail" or not updated.checked:
         return ()
+    right = "and the weights after the step are right"
     if updated.outcome == "pass" and evidence.differs("presence") and laws["gradient"].checked == 0:
-        text = "no gradient was handed back, and {}: leave gradients as the update had them"
-    elif _are_clipped(evidence):
-        text = "gradients were read after the clipping, and {}: give the check the gradients from before it"
-    else:
-        return ()
-    return (text.format("the weights after the step are right"),)
-
-
-def _are_clipped(evidence: Evidence) -> bool:
-    """True if clipping the right gradients gives all wrong ones."""
+        return (f"no gradient was handed back, {right}: leave gradients as the update had them",)
     found = [one for one in evidence.verdict.mismatches if one.law == "gradient"]
     factor = clip_factor(evidence, evidence.expected.norm) if found else 1.0
     sizes = [one.observed for one in found if isinstance(one.observed, Size) and one.observed.factor is not None]
-    return factor != 1.0 and len(sizes) == len(found) and all(is_near(one.factor, factor) for one in sizes)
+    if factor != 1.0 and len(sizes) == len(found) and all(is_near(one.factor, factor) for one in sizes):
+        cure = "give the check the gradients from before it"
+        return (f"gradients were read after the clipping, {right}: {cure}",)
+    return ()
 
 
 def attribute_gradients(evidence: Evidence) -> list[Cause]:
@@ -46,7 +42,11 @@ def attribute_gradients(evidence: Evidence) -> list[Cause]:
         return []
     causes = [tell_apart(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # a fault that reproduces everything says more than one for a part
-        causes = evidence.once(replay) or _coarsely(evidence) or causes
+        whole = evidence.once(replay)
+        if not whole and evidence.right is not None:  # rounding may be as coarse as the computation's
+            coarse = attribute_coarsely(evidence.right.update)
+            whole = [] if coarse is None else [tell_apart(cause, evidence) for cause in coarse.causes]
+        causes = whole or causes
         causes = causes or wrong_backward(evidence) or other_forward(evidence)
     causes = [by_loss_scale(cause, evidence) for cause in causes]
     if _of_record(evidence):
@@ -80,22 +80,10 @@ def _of_record(evidence: Evidence) -> bool:
     return evidence.members is not None and evidence.run is None
 
 
-def _coarsely(evidence: Evidence) -> list[Cause]:
-    """Return attribution's causes, with rounding coarse like the computation's."""
-    found = None if evidence.right is None else attribute_coarsely(evidence.right.update)
-    return [] if found is None else [tell_apart(cause, evidence) for cause in found.causes]
-
-
 def of_gradients(evidence: Evidence) -> list[Cause]:
     """Return attribution's causes for a foreign step, refined by further observations."""
     found = evidence.attribution
     return [] if found is None else [_add_evidence(tell_apart(cause, evidence), evidence) for cause in found.causes]
-
-
-def _backwards_each(evidence: Evidence, stages: Iterable[int]) -> float | None:
-    """How often every microbatch went backwards through watched stages; None if the counts differ."""
-    times = {evidence.backwards(stage).count(m) for stage in stages for m in range(evidence.microbatches)}
-    return float(max(times)) if len(times) == 1 and max(times) > 1 else None
 
 
 def _add_evidence(cause: Cause, evidence: Evidence) -> Cause:
@@ -106,7 +94,8 @@ def _add_evidence(cause: Cause, evidence: Evidence) -> Cause:
         detail = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
         return replace(cause, kind="computation", detail=detail)
     where = range(evidence.stages) if cause.stage is None else [cause.stage]
-    if cause.kind == "scale" and cause.factor is not None and _backwards_each(evidence, where) == cause.factor:
+    times = {evidence.backwards(stage).count(m) for stage in where for m in range(evidence.microbatches)}
+    if cause.kind == "scale" and times == {cause.factor} and max(times) > 1:
         return replace(cause, kind="doubled", detail=f"every backward ran {cause.factor:g} times")
     if cause.kind in ("scale", "sign") and evidence.is_flow_right(where, cause.factor):
         after = "every output gradient that came in is right: the factor came after that"
@@ -151,3 +140,44 @@ def _add_clipping(evidence: Evidence, cause: Cause) -> Cause:
     elif evidence.verdict.law("grad-norm").outcome == "pass":
         text = f"the norm is right, so it was done later, as clipping to {factor * size:.6g} does: compare before that"
     return replace(cause, detail="; ".join(filter(None, (cause.detail, text))))
+
+
+def other_forward(evidence: Evidence) -> list[Cause]:
+    """Blame the only stage's forward, or its data, by elimination.
+
+    Every reported loss is wrong, the weights are all right, and no loss is another's or a multiple: such losses name
+    the fault, or say too little.
+    """
+    losses = [one for one in evidence.verdict.mismatches if one.law == "loss"]
+    begun = [one for one in evidence.verdict.laws if one.name == "initial-weights" and one.outcome == "pass"]
+    known = evidence.run is not None and any(one.checked and not one.left_out for one in begun)
+    besides = any(map(evidence.differs, ("presence", "buffers", "microbatches")))
+    if evidence.beside is None or evidence.stages > 1 or not known or besides:
+        return []
+    rows = enumerate(row[evidence.number] for row in evidence.observed.ranks)
+    reported = {(rank, m) for rank, row in rows for m, _ in zip(row.share or (), row.losses, strict=False)}
+    numbers = [one.observed for one in losses if isinstance(one.observed, float) and math.isfinite(one.observed)]
+    every = bool(reported) and {(one.rank, one.microbatch) for one in losses} == reported
+    others = any(is_same_loss(one, other) for one in numbers for other in evidence.expected.losses)
+    ratios = [one.ratio for one in losses if one.ratio is not None]
+    multiple = all(abs(one / ratios[0] - 1) < CLOSE for one in ratios) if ratios and ratios[0] else True
+    if not every or len(numbers) < len(losses) or others or (multiple and evidence.microbatches > 1):
+        return []
+    if not evidence.beside.plain:
+        return []  # numbers drawn otherwise, or another mode, give other losses too
+    detail = "every loss is wrong, and none is another microbatch's; weights are right; no factor gives the gradients"
+    rank = evidence.placement[0] if evidence.ranks == 1 else None
+    data = Cause("swapped-data", rank=rank, stage=0, detail="or its inputs or targets are not its own")
+    return [replace(data, kind="computation", detail=detail, instead=(data,))]
+
+
+def first_of_backward(evidence: Evidence) -> Sequence[str]:
+    """The first wrong gradient along the backward, given right losses and right gradients behind it; else empty."""
+    used, wrong = evidence.used, evidence.wrong("gradient", "replicas", "presence")
+    last = max((used.get(name, 0) for _, name in wrong), default=0)
+    if not last or evidence.differs("loss"):
+        return ()  # used outside its module, or nowhere
+    stage, name = min(site for site in wrong if used.get(site[1], 0) == last)
+    later = sum(used.get(name, 0) > last for _, name in evidence.gradients)  # not other names of one
+    who = f"{some(later, 'parameter')} that the forward uses later {'is' if later == 1 else 'are'}"
+    return (f"the backward first goes wrong at {name} (stage {stage}): the {who} right",) if later else ()

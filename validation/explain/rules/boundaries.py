@@ -6,7 +6,6 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.limits import FP32
@@ -29,7 +28,7 @@ from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, LEFT
 from pipeproof.explain.replay import replay
-from pipeproof.explain.rules.place import or_zeros
+from pipeproof.explain.rules.places import or_zeros
 from pipeproof.explain.solver import whole_within
 from pipeproof.pipeline.sizes import first_few
 
@@ -54,28 +53,29 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
-Refine = Callable[[Divergence], tuple[str, str] | None]  # a kind of cause and its words, where more is known
-
-
 def boundaries(evidence: Evidence) -> list[Cause]:
     """Name the first divergence's cause, then independent causes."""
     proved = partial(evidence.once, replay)
-    return causes_of(
-        evidence.divergences,
-        evidence.microbatches,
-        refine=lambda one: _refine(one, evidence, proved),
-        room=max(ALIKE, whole_within(evidence.setup.dtype)),
-    )
+    room = max(ALIKE, whole_within(evidence.setup.dtype))
+    count = evidence.microbatches
+    return causes_of(evidence.divergences, count, refine=lambda one: _refine(one, evidence, proved), room=room)
 
 
-def causes_of(found: Sequence[Divergence], microbatches: int, *, refine: Refine, room: float = ALIKE) -> list[Cause]:
-    """Name causes for divergences in flow order.
+def causes_of(
+    found: Sequence[Divergence],
+    microbatches: int,
+    *,
+    refine: Callable[[Divergence], tuple[str, str] | None],
+    room: float = ALIKE,
+) -> list[Cause]:
+    """Name causes for divergences in flow order; ``refine``: a kind of cause and its words, where more is known.
 
     ``room``: how far apart, relative to their size, two measurements of one factor may be.
     """
     groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
     for one in found:
-        kind, text = _kind(one, refine)
+        kind = _kind(one)
+        kind, text = (kind, one.what.text) if kind else refine(one) or (_kind_there(one), one.what.text)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
     causes: dict[tuple[str, str], list[Cause]] = {}  # the same may have happened at further stages, from right inputs
     for (kind, _, where), group in groups.items():
@@ -97,33 +97,37 @@ def _together(each: Sequence[Cause]) -> Cause:
     return replace(first, rank=rank, stages=stages, microbatches=some, detail=detail)
 
 
-def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
+def _kind(one: Divergence) -> str:
+    """The kind that place and likeness tell; empty if more may be known."""
     where, what = one.point.where, one.what
+    part, label, other = what.part, what.label, what.kind == "other"
     if one.graph is not None:
-        return "swapped-activations", what.text
+        return "swapped-activations"
     if where in (KEPT, LATE):
-        return "overwritten", what.text
-    if what.part is None and what.kind in _ANYWHERE:
-        return what.kind, what.text
-    if what.part is None and what.label is not None and what.label.ago and what.kind == "other":
-        return "stale-tensor", what.text
-    if what.kind == "multiple" and what.factor is not None and what.part is None and where in _GRADIENTS:
-        return ("sign" if abs(what.factor + 1) < LEFT else "scale"), what.text
-    if what.kind == "other" and what.part is None and _is_beside(one) and where != MADE:
-        return "wrong-message", what.text
-    if what.kind == "sum" and what.part is None and where in _GRADIENTS and where != LOSS:
-        return "extra-term", what.text
-    if what.kind == "other" and what.part is None and one.point.stage == 0 and where in (GIVEN, USED):
-        return "swapped-data", what.text
-    if what.part is not None and what.part.is_run and where not in (MADE, HANDED_ON):
+        return "overwritten"
+    if part is not None:
+        if not part.is_run or where in (MADE, HANDED_ON):
+            return ""
         # To the end, or with another's content: a buffer. A few elements in the middle: something on the way.
-        return ("overwritten" if what.label is not None or what.part.is_tail else "altered"), what.text
-    refined = refine(one)
-    if refined is not None:
-        return refined
-    other, zero, rest = _THERE[where]
-    kind = "different" if what.part is not None or (what.kind == "other" and _is_beside(one)) else what.kind
-    return {"other": other, "zero": zero}.get(kind, rest), what.text
+        return "overwritten" if label is not None or part.is_tail else "altered"
+    if what.kind in _ANYWHERE:
+        return what.kind
+    if other and label is not None and label.ago:
+        return "stale-tensor"
+    if what.kind == "multiple" and what.factor is not None and where in _GRADIENTS:
+        return "sign" if abs(what.factor + 1) < LEFT else "scale"
+    if other and where != MADE and _is_beside(one):
+        return "wrong-message"
+    if what.kind == "sum" and where in _GRADIENTS and where != LOSS:
+        return "extra-term"
+    return "swapped-data" if other and one.point.stage == 0 and where in (GIVEN, USED) else ""
+
+
+def _kind_there(one: Divergence) -> str:
+    """The kind of a wrong tensor of which no more is known."""
+    other, zero, rest = _THERE[one.point.where]
+    different = one.what.part is not None or (one.what.kind == "other" and _is_beside(one))
+    return rest if different else {"other": other, "zero": zero}.get(one.what.kind, rest)
 
 
 def _is_beside(one: Divergence) -> bool:
@@ -134,7 +138,9 @@ def _is_beside(one: Divergence) -> bool:
 def _refine(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[Cause]]) -> tuple[str, str] | None:
     """Identify a fault of the last stage or a module with right inputs; ``proved``: the fault that explains all."""
     point, number = one.point, evidence.diverged
-    observed = _observed(evidence, point)
+    recording = evidence.recording_of(number)
+    tensors = {} if recording is None else recording.tensors
+    observed = next(iter(tensors.get(point, ())), None)
     if observed is None:
         return None
     if point.where == MADE and (found := [one for one in proved() if one.stage == point.stage]):
@@ -144,8 +150,14 @@ def _refine(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[C
         return ("swapped-data", other) if other else None
     if point.where in (MADE, HANDED_ON) and evidence.beside is not None and evidence.beside.draws:
         return "randomness", f"{one.what.text}; the model draws random numbers, and others may have given this"
-    if point.where in (GIVEN, USED) and not point.stage and _is_cut_otherwise(evidence, number, point.where):
-        return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
+    if point.where in (GIVEN, USED) and not point.stage:
+        boundaries = evidence.played[number].boundaries
+        every = [next(iter(tensors.get(Point(0, m, point.where), ())), None) for m in range(len(boundaries))]
+        given = [tensor.flatten() for tensor in every if tensor is not None]
+        right = [one.inputs[0][0].flatten() for one in boundaries]
+        apart = len(given) == len(right) and not all(map(torch.equal, given, right))
+        if apart and torch.equal(torch.cat(given).sort().values, torch.cat(right).sort().values):
+            return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
     return None
 
 
@@ -161,28 +173,32 @@ def _other_target(evidence: Evidence, microbatch: int, observed: float) -> str |
     return None
 
 
-def _is_cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
-    """True if all microbatches' inputs together are the right data."""
-    observed, expected = [], []
-    for m, one in enumerate(evidence.played[number].boundaries):
-        tensor = _observed(evidence, Point(0, m, where))
-        if tensor is None:
-            return False
-        observed.append(tensor.flatten())
-        expected.append(one.inputs[0][0].flatten())
-    if all(map(torch.equal, observed, expected)):
-        return False
-    return torch.equal(torch.cat(observed).sort().values, torch.cat(expected).sort().values)
-
-
 def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, room: float) -> Cause:
     first = min((one for one, _ in group), key=lambda one: one.turn)
-    microbatches = tuple(sorted({one.point.microbatch for one, _ in group} - {UNKNOWN_MICROBATCH}))
+    known = [one for one, _ in group if one.point.microbatch != UNKNOWN_MICROBATCH]
+    microbatches = tuple(sorted({one.point.microbatch for one in known}))
     every = len(microbatches) == count
-    factors = [one.what.factor or 0.0 for one, _ in group]
-    detail = _describe_group(group, every=every)
-    if kind == "scale" and max(factors) - min(factors) > room * max(map(abs, factors)):
-        kind, detail = _weights(group)
+    where, texts = first.point.where, {text for _, text in group}
+    factors = [(one.point.microbatch, one.what.factor or 0.0) for one, _ in group]
+    sizes = [factor for _, factor in factors]
+    owners = [_owner(one) for one, _ in group]
+    rest = [one.point.microbatch for one, _ in group[1:]]
+    if kind == "scale" and max(sizes) - min(sizes) > room * max(map(abs, sizes)):
+        kind = "unequal-weights"  # as in weighting by targets
+        detail = f"{where}: {', '.join(f'{factor:.4g} of microbatch {m}' for m, factor in sorted(factors))}"
+    elif len(texts) == 1:
+        detail = f"{where} {'of every microbatch ' * (every and len(group) > 1)}is {group[0][1]}"
+    elif None not in owners and len({one.what.which for one, _ in group}) == 1:
+        own = join_numbers(one.point.microbatch for one, _ in group)
+        which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
+        detail = f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
+    else:
+        places = [f"of microbatch {one.point.microbatch}" if one in known else f"in {one.action}" for one, _ in group]
+        parts = [f"{where} {of} is {text}" for of, (_, text) in zip(places, group, strict=True)]
+        detail = first_few(parts, "; ")
+        if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
+            others = f"that of microbatch{'es' * (len(rest) > 1)} {join_numbers(rest)}"
+            detail = f"{parts[0]}; {others} is no microbatch's either"
     slot = f", slot {first.slot}" if first.slot is not None else ""
     cause = Cause(
         kind,
@@ -193,63 +209,15 @@ def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, ro
         factor=first.what.factor,
         detail=f"{detail} ({first.action}{slot})",
     )
-    came = first.point.where == RECEIVED or (first.point.where == GIVEN and first.point.stage > 0)
+    came = where == RECEIVED or (where == GIVEN and first.point.stage > 0)
     if kind != "uninitialised" or not came or any(one.what.kind != "zero" for one, _ in group):
         return cause
-    return or_zeros(cause, forward=first.point.where == GIVEN)
-
-
-def _describe_group(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
-    """Describe a group's tensors: all alike, each another microbatch's, or one by one."""
-    where = group[0][0].point.where
-    texts = {text for _, text in group}
-    owners = [_owner(one) for one, _ in group]
-    if len(texts) == 1:
-        return f"{where} {'of every microbatch ' * (every and len(group) > 1)}is {group[0][1]}"
-    if None not in owners and len({one.what.which for one, _ in group}) == 1:
-        own = join_numbers(one.point.microbatch for one, _ in group)
-        which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
-        return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
-    whose = [_whose(one) for one, _ in group]
-    parts = [f"{where} {of} is {text}" for of, (_, text) in zip(whose, group, strict=True)]
-    if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
-        rest = [one.point.microbatch for one, _ in group[1:]]
-        return f"{parts[0]}; that of microbatch{'es' * (len(rest) > 1)} {join_numbers(rest)} is no microbatch's either"
-    return first_few(parts, "; ")
-
-
-def _whose(one: Divergence) -> str:
-    """Name the microbatch, or the call of an unknown microbatch."""
-    known = one.point.microbatch != UNKNOWN_MICROBATCH
-    return f"of microbatch {one.point.microbatch}" if known else f"in {one.action}"
+    return or_zeros(cause, forward=where == GIVEN)
 
 
 def _owner(one: Divergence) -> int | None:
     """Return the microbatch whose tensor stood here."""
-    label = one.what.label
-    if (
-        one.what.kind != "other"
-        or one.what.part is not None
-        or label is None
-        or label.ago
-        or label.point[::2] != one.point[::2]
-    ):
+    what, label = one.what, one.what.label
+    if what.kind != "other" or what.part is not None or label is None or label.ago:
         return None
-    return label.point.microbatch
-
-
-def _weights(group: Sequence[tuple[Divergence, str]]) -> tuple[str, str]:
-    """Describe factors that differ between microbatches, as in weighting by targets."""
-    factors = {one.point.microbatch: one.what.factor or 0.0 for one, _ in group}
-    text = ", ".join(f"{factor:.4g} of microbatch {m}" for m, factor in sorted(factors.items()))
-    return "unequal-weights", f"{group[0][0].point.where}: {text}"
-
-
-def _observed(evidence: Evidence, point: Point) -> Tensor | None:
-    tensors = _all(evidence, point)
-    return tensors[0] if tensors else None
-
-
-def _all(evidence: Evidence, point: Point) -> Sequence[Tensor | None]:
-    recording = evidence.recording_of(evidence.diverged)
-    return recording.tensors.get(point, ()) if recording is not None else ()
+    return label.point.microbatch if label.point[::2] == one.point[::2] else None

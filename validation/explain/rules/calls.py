@@ -1,26 +1,16 @@
 """Calls of stages: their mode, order and number, and cut graphs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
+from pipeproof.core.observe.recording import GIVEN
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.rules.passages import complete
-from pipeproof.explain.rules.place import cause_of, mismatches_of, order_of
-from pipeproof.explain.rules.repeated import find_repeated
+from pipeproof.explain.rules.places import cause_of, mismatches_of, or_wrong_message, order_of
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
-
-
-class CallCount(NamedTuple):
-    """How often a stage ran forward, or backward, for a microbatch."""
-
-    stage: int
-    way: str
-    microbatch: int
-    times: int
 
 
 def calls(evidence: Evidence) -> list[Cause]:
@@ -52,19 +42,52 @@ def modes(evidence: Evidence) -> list[Cause]:
 def counts(evidence: Evidence) -> list[Cause]:
     """Find microbatches that ran never or twice."""
     found = mismatches_of("microbatches", evidence)
-    said = bool(found) and all(
-        one.stage in evidence.traced for one in found
-    )  # by the step itself: sums may know better
+    said = bool(found) and all(one.stage in evidence.traced for one in found)  # by the step itself: sums know better
     if said and not any(map(evidence.differs, ("gradient", "presence"))):
         return [cause_of("order", found, evidence)]
     lost = find_cut(evidence)
-    ran = [one for one in _not_once(evidence) if not any(_behind(one, cause) for cause in lost)]
-    way = "forward" if evidence.operation == "eval" else "backward"
-    adding = {(one.stage, one.microbatch) for one in ran if one.way == way}  # a forward that ran twice adds nothing
-    again = [one for one in ran if one.times and (one.stage, one.microbatch) in adding]
-    kinds = {"dropped": [one for one in ran if not one.times], "doubled": again}
-    causes = [*lost, *(_first(evidence, kind, wrong) for kind, wrong in kinds.items() if wrong)]
+    ran: Counter[tuple[int, str, int]] = Counter()
+    for stage, kind, microbatch in evidence.observed.actions(evidence.number):
+        if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
+            ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
+    stages = sorted({one.stage for one in found if one.stage is not None} - {*evidence.unseen})
+    ways = ("forward",) if evidence.operation == "eval" else ("forward", "backward")
+    every = ((way, stage, m) for way in ways for stage in stages for m in range(evidence.microbatches))
+    odd = [(way, stage, m, ran[stage, way, m]) for way, stage, m in every if ran[stage, way, m] != 1]
+    for cut in lost:  # left the stages before without these backwards
+        before = range(cut.stage or 0)
+        odd = [
+            (way, stage, m, times)
+            for way, stage, m, times in odd
+            if (way, times) != ("backward", 0) or stage not in before or m not in cut.microbatches
+        ]
+    adding = {(stage, m) for way, stage, m, _ in odd if way == ways[-1]}  # a forward that ran twice adds nothing
+    causes = [*lost]
+    for name, wrong in (
+        ("dropped", [one for one in odd if not one[3]]),
+        ("doubled", [one for one in odd if one[3] and one[1:3] in adding]),
+    ):
+        if wrong:  # at the first stage concerned, along the flow: forwards go up the stages, backwards down
+            way, at = wrong[0][0], dict[int, dict[int, int]]()
+            for _, stage, m, times in (one for one in wrong if one[0] == way):
+                at.setdefault(stage, {})[m] = times
+            causes.append(_cause(evidence, name, way, at))
     return causes or ([cause_of("order", found, evidence)] if found else [])
+
+
+def _cause(evidence: Evidence, kind: str, way: str, at: Mapping[int, Mapping[int, int]]) -> Cause:
+    """``at``: by stage and microbatch, how often its ``way`` ran."""
+    stage = (min if way == "forward" else max)(at)
+    microbatches = tuple(at[stage])
+    everywhere = 1 < evidence.stages == sum(tuple(own) == microbatches for own in at.values())
+    times = " or ".join(map(str, sorted({*at[stage].values()})))
+    several = len(microbatches) > 1
+    detail = f"{'their' if several else 'its'} {way}{'s' * several} ran {times} times{' each' * several}"
+    flow = evidence.passed.get(stage)
+    if (way, times) == ("backward", "0") and flow is not None and all(map(flow.detached.get, microbatches)):
+        detail += f"; what stage {stage - 1} made with requires_grad came without it"
+    rank = None if everywhere else evidence.placement[stage]
+    return Cause(kind, rank, None if everywhere else stage, microbatches, detail=detail)
 
 
 def _again(evidence: Evidence, kind: Kind) -> Action | None:
@@ -81,46 +104,6 @@ def _again(evidence: Evidence, kind: Kind) -> Action | None:
     return None
 
 
-def _not_once(evidence: Evidence) -> Iterator[CallCount]:
-    """Count the stages' runs that deviate from once, for stages with mismatches."""
-    ran: Counter[tuple[int, str, int]] = Counter()
-    for stage, kind, microbatch in evidence.observed.actions(evidence.number):
-        if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
-            ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
-    stages = {one.stage for one in mismatches_of("microbatches", evidence) if one.stage is not None} - {
-        *evidence.unseen
-    }
-    for way in ("forward",) if evidence.operation == "eval" else ("forward", "backward"):
-        for stage in sorted(stages):
-            every = (CallCount(stage, way, m, ran[stage, way, m]) for m in range(evidence.microbatches))
-            yield from (one for one in every if one.times != 1)
-
-
-def _behind(ran: CallCount, cut_off: Cause) -> bool:
-    """True for a missing backward that ``cut_off`` left without a gradient."""
-    before = cut_off.stage is not None and ran.stage < cut_off.stage
-    return (ran.way, ran.times) == ("backward", 0) and before and ran.microbatch in cut_off.microbatches
-
-
-def _first(evidence: Evidence, kind: str, wrong: Sequence[CallCount]) -> Cause:
-    """The first stage concerned, along the flow: forwards go up the stages, backwards down."""
-    way, at = wrong[0].way, dict[int, list[CallCount]]()
-    for one in wrong:
-        if one.way == way:
-            at.setdefault(one.stage, []).append(one)
-    stage = (min if way == "forward" else max)(at)
-    microbatches = tuple(one.microbatch for one in at[stage])
-    everywhere = 1 < evidence.stages == sum(tuple(one.microbatch for one in own) == microbatches for own in at.values())
-    times = " or ".join(map(str, sorted({one.times for one in at[stage]})))
-    several = len(microbatches) > 1
-    detail = f"{'their' if several else 'its'} {way}{'s' * several} ran {times} times{' each' * several}"
-    flow = evidence.passed.get(stage)
-    if (way, times) == ("backward", "0") and flow is not None and all(map(flow.detached.get, microbatches)):
-        detail += f"; what stage {stage - 1} made with requires_grad came without it"
-    rank = None if everywhere else evidence.placement[stage]
-    return Cause(kind, rank, None if everywhere else stage, microbatches, detail=detail)
-
-
 def find_cut(evidence: Evidence) -> list[Cause]:
     """Stages whose backward ran without a gradient for the stage before, from the last down."""
     causes = []
@@ -135,3 +118,75 @@ def find_cut(evidence: Evidence) -> list[Cause]:
         if lost:
             causes.append(Cause("dropped", evidence.placement[stage], stage, lost, detail=detail, cut=True))
     return causes
+
+
+def find_repeated(evidence: Evidence) -> list[Cause]:
+    """Find wrong inputs to the first stage with a microbatch's tensors in another's place, in as many calls.
+
+    If every earlier stage had each microbatch once.
+    """
+    before: Sequence[int] = range(evidence.microbatches)
+    called: dict[int, list[int]] = {stage: [] for stage in range(evidence.stages)}
+    for action, _ in evidence.observed.calls(evidence.number) if evidence.passed else ():
+        called[action.stage].append(action.microbatch)
+    for stage, order in called.items() if evidence.passed else ():
+        if UNKNOWN_MICROBATCH in order:
+            return []  # the microbatch with another's tensors is unknown
+        if stage in evidence.unseen or sorted(order) == sorted(before):
+            before = order or before
+            continue
+        given = _in_place(order, before)
+        # The module's tensors identify calls, which a trace numbers differently; no message gives the first its input.
+        sure = stage == 0 or sorted(evidence.observed.forwards(evidence.number)[stage]) == sorted(order)
+        backwards = order_of(evidence, stage, Kind.BACKWARD)
+        if not given or not sure or sorted(backwards) not in ([], sorted(order)):  # a trial has no backward
+            return []
+        here = [one for one in evidence.observed.crossings(evidence.number) if one.action.stage == stage]
+        came = (one for one in here if one.where == GIVEN and one.action.microbatch in given.values())
+        if not all(one.same for one in came):  # a few numbers of a tensor match another microbatch's by chance
+            return []
+        if stage == 0 and (found := complete(evidence)) and _are_counts(found, order, evidence.microbatches):
+            ran = f"stage 0 was called with, in this order: {join_numbers(order)}"
+            return [replace(cause, detail="; ".join(filter(None, (cause.detail, ran)))) for cause in found]
+        text = ", ".join(f"of microbatch {other} in place of {own}" for own, other in sorted(given.items()))
+        first = next(iter(given))  # in the order of the stage before
+        orders = [f"stage {one}: {join_numbers(called[one])}" for one in (stage - 1, stage) if one >= 0]
+        cause = Cause(
+            "mispaired" if stage else "swapped-data",
+            rank=evidence.placement[stage],
+            stage=stage,
+            microbatches=tuple(sorted(given)),
+            action=f"{stage}F{first}",
+            detail=f"its input is that {text} ({stage}F{first}); called with, in this order: {'; '.join(orders)}",
+        )
+        return [or_wrong_message(cause) if stage else cause]
+    return []
+
+
+def _are_counts(causes: Sequence[Cause], order: Sequence[int], count: int) -> bool:
+    """True if microbatches ran with their targets too: gradients show exactly these twice or never."""
+    kinds = ("dropped", "doubled")
+    gone, again = ({m for one in causes if one.kind == kind for m in one.microbatches} for kind in kinds)
+    every = Counter(range(count))
+    right = (gone, again) == ({*(every - Counter(order))}, {*(Counter(order) - every)})
+    return right and {cause.kind for cause in causes} == {*kinds}
+
+
+def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
+    """Map each missing microbatch to the microbatch in its position; empty without a fit.
+
+    If all came some places late from some position on, and the one before it until then, this covers each from there
+    on.
+    """
+    if len(order) != len(before):
+        return {}
+    apart = {own: came for own, came in zip(before, order, strict=True) if own != came}
+    right = next(k for k, (own, came) in enumerate(zip(before, order, strict=True)) if own != came)
+    for late in range(1, len(before)):
+        came_late = [before[max(k - late, right - 1)] for k in range(right, len(before))]
+        if right and list(order[right:]) == came_late:
+            return apart
+    missing = [k for k, m in enumerate(before) if m not in order]
+    given = {before[k]: order[k] for k in missing}
+    spare = Counter(order) - Counter(before)
+    return given if Counter(given.values()) == spare else {}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeproof.core.cause import Cause, RuledOut, join_numbers
-from pipeproof.core.observe.observed import INPUT, Crossing
+from pipeproof.core.observe.observed import INPUT
 from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.divergence import Divergence
@@ -16,8 +16,8 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE, MOST
 from pipeproof.explain.rules.boundaries import causes_of
 from pipeproof.explain.rules.factors import by_loss_scale
-from pipeproof.explain.rules.first_wrong import Boundaries, FirstWrong
-from pipeproof.explain.rules.place import or_wrong_message, order_of, turn_of
+from pipeproof.explain.rules.first_wrong import Boundaries
+from pipeproof.explain.rules.places import or_wrong_message, order_of, turn_of
 from pipeproof.pipeline.action import Action, Kind
 
 _VAGUE = frozenset({"altered", "computation"})  # a changed tensor without an identity
@@ -35,31 +35,35 @@ def passages(evidence: Evidence) -> list[Cause]:
     found = list(boundaries.first_wrong())
     if not found or not found[0].telling:
         return _find_computed_otherwise(boundaries, evidence)
-    if found[0].point.where == FLOWED and boundaries.refine(found[0]) and _attribute(evidence):
-        return []  # the gradients' composition says more than a changed loss
-    rank = evidence.placement
-    roots = {
-        Divergence(rank[one.point.stage], one.point, one.crossing.at, None, one.what, turn=turn): one
-        for one in found
-        if one.telling
-        for turn in (turn_of(evidence, one.crossing.action),)
-    }
-    causes = causes_of(
-        list(roots),
-        evidence.microbatches,
-        refine=lambda one: boundaries.refine(roots[one]),
-    )
+    if found[0].point.where == FLOWED and boundaries.refine(found[0]):
+        if evidence.attribution is not None and evidence.attribution.causes:
+            return []  # the gradients' composition says more than a changed loss
+    roots = {}
+    for one in (one for one in found if one.telling):
+        rank, turn = evidence.placement[one.point.stage], turn_of(evidence, one.crossing.action)
+        roots[Divergence(rank, one.point, one.crossing.at, None, one.what, turn=turn)] = one
+    causes = causes_of(list(roots), evidence.microbatches, refine=lambda one: boundaries.refine(roots[one]))
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
     if said := _of_all_stages(causes, evidence) or _of_one_replica(causes, evidence):
         return [by_loss_scale(cause, evidence) for cause in said]
     causes = [by_loss_scale(inform(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_as_sent(cause, evidence), evidence) for cause in causes]
     named = [_or_target(cause, evidence) if cause.action in losses else cause for cause in named]
-    return [*_beyond(named, evidence), *named]
+    if not all(cause.in_backward and cause.stage is not None for cause in named):
+        return named
+    # Causes everywhere, or nearer to the loss than all these in backwards.
+    reached = max(cause.stage or 0 for cause in named)
+    wrong = [m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence")]
+    if not any(stage is not None and stage > reached for stage in wrong):
+        return named
+    more = () if evidence.attribution is None else evidence.attribution.causes
+    nearer = [one for one in more if max(one.stages, default=one.stage or 0) > reached]
+    every = [one for one in more if (one.stage, one.stages, one.rank, one.parameter) == (None, (), None, None)]
+    return [*(one for one in more if one in nearer or one in every), *named]
 
 
 def _find_computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
-    """The stage that computed an output unknown to the reference from right inputs."""
+    """The stage that computed an output unknown to the reference from right inputs, or from ones in another order."""
     found = boundaries.find_computed_otherwise()
     if found is None:
         return []
@@ -68,22 +72,17 @@ def _find_computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list
     action = min((Action(stage, Kind.FORWARD, m) for m in microbatches), key=lambda one: turn_of(evidence, one))
     place = evidence.placement[stage]
     cause = Cause("computation", place, stage, microbatches=tuple(microbatches), action=str(action), detail=detail)
-    return [_of_its_order(cause, stage, evidence)]
-
-
-def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
-    """``cause``, or inputs in a different order, or the model's input."""
-    before, begins = evidence.passed.get(stage - 1), sorted(evidence.passed[stage].begins.items())
+    before, begins = evidence.passed.get(stage - 1), [one for _, one in sorted(evidence.passed[stage].begins.items())]
     numbers = {} if before is None else {place: number for number, place in before.ends.items()}
-    came = [numbers[place] for _, place in begins if place in numbers]
-    if stage and all(place.startswith(INPUT) for _, place in begins):
+    came = [numbers[place] for place in begins if place in numbers]
+    if stage and all(place.startswith(INPUT) for place in begins):
         detail = f"its input is the model's own, and not what stage {stage - 1} hands on"
     elif came != sorted(came):
         detail = f"its inputs are what stage {stage - 1} made, in another order: outputs {join_numbers(came)}"
     else:
-        return cause
+        return [cause]
     meant = replace(cause, detail="or that is meant, and it computed something else of it")
-    return replace(cause, kind="wrong-message", detail=detail, instead=(meant,))
+    return [replace(cause, kind="wrong-message", detail=detail, instead=(meant,))]
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
@@ -118,27 +117,6 @@ def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
     return list(said)
 
 
-def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """Find causes everywhere, or nearer to the loss than all ``causes`` in backwards."""
-    if not all(cause.in_backward and cause.stage is not None for cause in causes):
-        return []
-    reached = max(cause.stage or 0 for cause in causes)
-    wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
-    if not any(stage > reached for stage in wrong):
-        return []
-    return [one for one in _attribute(evidence) if max(one.stages, default=one.stage or 0) > reached or _whole(one)]
-
-
-def _whole(cause: Cause) -> bool:
-    """True if the whole step shows it, not a single stage or parameter."""
-    return cause.stage is None and not cause.stages and cause.rank is None and cause.parameter is None
-
-
-def _attribute(evidence: Evidence) -> Sequence[Cause]:
-    """Causes from attribution."""
-    return evidence.attribution.causes if evidence.attribution is not None else ()
-
-
 def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
     """Refine ``cause`` for received zeros: matched messages show if zeros were sent."""
     flow = evidence.passed.get(-1 if cause.stage is None else cause.stage)
@@ -171,7 +149,7 @@ def _or_target(cause: Cause, evidence: Evidence) -> Cause:
 
 
 def _targets(cause: Cause, evidence: Evidence) -> dict[int, int]:
-    """By microbatch, whose target gives the observed loss.
+    """By microbatch, whose target gives the loss that its rank reports.
 
     Empty if any loss matches none.
     """
@@ -180,23 +158,16 @@ def _targets(cause: Cause, evidence: Evidence) -> dict[int, int]:
         return {}
     found: dict[int, int] = {}
     for microbatch in cause.microbatches:
-        observed = _reported_loss(evidence, cause.stage, microbatch)
-        made = {
-            other: beside.loss_with(microbatch, beside.batches[other].target) for other in every if other != microbatch
-        }
+        rank = evidence.passed[cause.stage].ranks.get(microbatch)
+        row = evidence.observed.ranks[evidence.placement[cause.stage] if rank is None else rank][evidence.number]
+        observed = dict(zip(every if row.share is None else row.share, row.losses, strict=False)).get(microbatch)
+        targets = {other: beside.batches[other].target for other in every if other != microbatch}
+        made = {other: beside.loss_with(microbatch, target) for other, target in targets.items()}
         like = [other for other, loss in made.items() if observed and loss and scalar_error(observed, loss) < CLOSE]
         if len(like) != 1:
             return {}
         found[microbatch] = like[0]
     return found
-
-
-def _reported_loss(evidence: Evidence, stage: int, microbatch: int) -> float | None:
-    """Return a microbatch's loss from its rank's report, or None."""
-    rank = evidence.passed[stage].ranks.get(microbatch)
-    row = evidence.observed.ranks[evidence.placement[stage] if rank is None else rank][evidence.number]
-    share = range(evidence.microbatches) if row.share is None else row.share
-    return dict(zip(share, row.losses, strict=False)).get(microbatch)
 
 
 def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
@@ -236,63 +207,50 @@ def sound(evidence: Evidence) -> RuledOut | None:
     """Exclude kinds by the boundaries: a tensor of every stage and microbatch crossed each, and all were right."""
     if evidence.members is not None and evidence.members.replicas.count > 1 and evidence.differs("gradient"):
         return None  # gradients may pass as a replica's, or as the sum of all: no factor shows there
-    lines = evidence.lines
-    if not all(map(_all_right, lines)):
-        return None
-    count = sum(len(_judged_crossings(line)) for line in lines)
-    return RuledOut(("wrong-message",), "every tensor between stages is right, to half of its digits", count)
-
-
-def _judged_crossings(evidence: Evidence) -> list[Crossing]:
-    return [one for one in evidence.observed.crossings(evidence.number) if one.judged]
-
-
-def _all_right(evidence: Evidence) -> bool:
-    """True if a line through ranks matches throughout."""
-    judged = _judged_crossings(evidence)
-    observed = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
     last, every = evidence.stages - 1, range(evidence.microbatches)
     expected = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
     expected |= {(stage, m, where) for stage in range(last) for m in every for where in (MADE, RECEIVED)}
     expected |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
     if evidence.differs("loss"):  # the last stage's output counts as right only after a comparison
         expected |= {(last, m, MADE) for m in every}
-    return observed >= expected and all(one.same for one in judged) and Boundaries(evidence).right
+    count = 0
+    for line in evidence.lines:
+        judged = [one for one in line.observed.crossings(line.number) if one.judged]
+        observed = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
+        if not observed >= expected or not all(one.same for one in judged) or not Boundaries(line).right:
+            return None
+        count += len(judged)
+    return RuledOut(("wrong-message",), "every tensor between stages is right, to half of its digits", count)
 
 
 def list_unexplained_passages(evidence: Evidence) -> tuple[str, ...]:
-    """The first wrong tensor at the boundaries, and the first unjudged one; empty if all are right."""
-    rank, boundaries = evidence.placement, Boundaries(evidence)
-    wrong = [_first_wrong(one, boundaries, rank) for one in boundaries.first_wrong() if boundaries.is_first(one)]
+    """The first wrong tensor at the boundaries, and the first unjudged one; empty if all are right.
+
+    Without a wrong one, the first difference in bits, as a hint for errors too small to locate; not between ranks that
+    add up parts, where right tensors differ, too.
+    """
+    boundaries, found = Boundaries(evidence), list[str]()
+
+    def place(stage: int) -> str:
+        return f"rank {evidence.placement[stage]}, stage {stage}"
+
+    for one in (one for one in boundaries.first_wrong() if boundaries.is_first(one)):
+        point = one.point
+        observed = f"{one.crossing.at}: {point.where} is {one.what.text}"
+        sender = point.stage + {GIVEN: -1, RECEIVED: 1}.get(point.where, 0)
+        between = f"between {place(sender)} and " if 0 <= sender != point.stage else ""
+        if boundaries.is_known_before(point):
+            found.append(f"first observed wrong: {between}{place(point.stage)}, {observed}")
+        else:
+            found.append(f"first compared wrong: {place(point.stage)}, {observed}")
+    exact = None if found else boundaries.first_inexact()
+    if exact is not None and not boundaries.in_parts(exact.action.stage):
+        found = [f"first not bit for bit: {place(exact.action.stage)}, {exact.at}: {exact.what}"]
     unjudged = [
-        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} matches no tensor of the reference"
+        f"unjudged: {place(point.stage)}: {point.where} matches no tensor of the reference"
         for point in boundaries.unjudged
     ]
-    return (*(wrong or _inexact(boundaries, rank))[:1], *unjudged[:1])
-
-
-def _inexact(boundaries: Boundaries, rank: Sequence[int]) -> list[str]:
-    """The first difference in bits, as a hint for errors too small to locate.
-
-    Not between ranks that add up parts: there right tensors differ, too.
-    """
-    found = boundaries.first_inexact()
-    if found is None or boundaries.in_parts(found.action.stage):
-        return []
-    stage = found.action.stage
-    return [f"first not bit for bit: rank {rank[stage]}, stage {stage}, {found.at}: {found.what}"]
-
-
-def _first_wrong(root: FirstWrong, boundaries: Boundaries, rank: Sequence[int]) -> str:
-    """Describe where ``root`` lies: between two stages, if the sender's tensor matches."""
-    point = root.point
-    here = f"rank {rank[point.stage]}, stage {point.stage}"
-    observed = f"{root.crossing.at}: {point.where} is {root.what.text}"
-    if not boundaries.is_known_before(point):
-        return f"first compared wrong: {here}, {observed}"
-    sender = point.stage + {GIVEN: -1, RECEIVED: 1}.get(point.where, 0)
-    between = f"between rank {rank[sender]}, stage {sender} and " if 0 <= sender != point.stage else ""
-    return f"first observed wrong: {between}{here}, {observed}"
+    return (*found[:1], *unjudged[:1])
 
 
 def complete(evidence: Evidence) -> Sequence[Cause]:

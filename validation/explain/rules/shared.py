@@ -4,36 +4,49 @@ Each rank's gradient is compared with the microbatches' contributions. Counts of
 the fault: a missing reduction, a fault of one rank alone, or exchanged parts.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 import torch
 
-from pipeproof.core.cause import Cause, join_numbers
+from pipeproof.core.cause import Cause
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error
-from pipeproof.explain.copies import Copy, Makeup
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE
-from pipeproof.explain.members import Members
+from pipeproof.explain.members import Copy, Makeup, Members
 from pipeproof.explain.microbatch_weights import faults_in_counts
-from pipeproof.explain.rules.inside import first_of_backward, other_forward
-from pipeproof.explain.rules.places import at
+from pipeproof.explain.rules.attributed import first_of_backward, other_forward
+from pipeproof.explain.rules.places import at, name_ranks
 from pipeproof.pipeline.sizes import first_few
 
 Found = dict[Cause, list[str]]  # the parameters that show a cause
 
 
 def explain_shared(evidence: Evidence) -> list[Cause]:
-    """Find causes between ranks."""
+    """Find causes between ranks: copies differ, or shards and copies in other stages may, and losses are unaffected."""
     members = evidence.members
-    if members is None or not _is_between_ranks(evidence, members):
+    if members is None or evidence.right is None:
         return []
+    if not evidence.differs("replicas"):
+        known = {name for _, name in evidence.right.update.shared}  # by each stage's share
+        tied = any(len({one.stage for one in every}) > 1 for name, every in members.held.items() if name not in known)
+        apart = evidence.differs("gradient") and (members.in_shards or tied)
+        if not apart or any(map(evidence.differs, ("loss", "presence"))):
+            return []
     made = evidence.makeups
     wrong = {name: one for name, one in made.items() if not one.right}
     found = _not_reduced(wrong, evidence, members) or _of_ranks(wrong, evidence) or _find_misplaced(wrong, evidence)
-    causes = [_with_names(cause, names, made) for cause, names in found.items()]
+    sizes = {name: max(float(copy.observed.norm()) for copy in one.copies) for name, one in made.items()}
+    causes = []
+    for cause, names in found.items():
+        own = [name for name, one in made.items() if any(copy.stage == cause.stage for copy in one.copies)]
+        faint = CLOSE * max(sizes.values())
+        whole = own and all(name in names or sizes[name] < faint for name in own)  # of a whole stage, none by name
+        others = f"; also: {first_few(names[1:])}" if len(names) > 1 and not whole else ""
+        name = None if whole else names[0]
+        causes.append(replace(cause, parameter=name, parameters=tuple(names), detail=cause.detail + others))
     return causes or other_forward(evidence)
 
 
@@ -47,27 +60,6 @@ def list_apart(evidence: Evidence) -> Sequence[str]:
         return ()
     text = "gradients differ between ranks that share parameters, and no known fault explains how"
     return (*first_of_backward(evidence), text)
-
-
-def _is_between_ranks(evidence: Evidence, members: Members) -> bool:
-    """True if copies differ, or shards and copies in other stages may: then losses are unaffected."""
-    if evidence.right is None or evidence.differs("replicas"):
-        return evidence.right is not None
-    known = {name for _, name in evidence.right.update.shared}  # by each stage's share
-    tied = any(len({one.stage for one in every}) > 1 for name, every in members.held.items() if name not in known)
-    behind = any(map(evidence.differs, ("loss", "presence")))
-    return evidence.differs("gradient") and (members.in_shards or tied) and not behind
-
-
-def _with_names(cause: Cause, names: Sequence[str], made: Mapping[str, Makeup]) -> Cause:
-    """Add the parameters ``names`` to ``cause``; none by name for a whole stage."""
-    sizes = {name: max(float(copy.observed.norm()) for copy in one.copies) for name, one in made.items()}
-    own = [name for name, one in made.items() if any(copy.stage == cause.stage for copy in one.copies)]
-    faint = CLOSE * max(sizes.values())
-    if own and all(name in names or sizes[name] < faint for name in own):
-        return replace(cause, parameters=tuple(names))
-    others = f"; also: {first_few(names[1:])}" if len(names) > 1 else ""
-    return replace(cause, parameter=names[0], parameters=tuple(names), detail=cause.detail + others)
 
 
 def _not_reduced(wrong: Mapping[str, Makeup], evidence: Evidence, members: Members) -> Found:
@@ -104,14 +96,10 @@ def _lacking(made: Makeup, replicas: Replicas) -> str:
             return ""
         lacking.setdefault(tuple(sorted(lacks)), set()).add(rank)
     return "; ".join(
-        f"{_ranks(ranks)} lack{'s' * (len(ranks) == 1)} microbatch{'es' * (len(lacks) > 1)} {first_few(lacks)}"
+        f"{name_ranks(ranks)} lack{'s' * (len(ranks) == 1)} microbatch{'es' * (len(lacks) > 1)} {first_few(lacks)}"
         for lacks, ranks in lacking.items()
         if lacks
     )
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {join_numbers(sorted(ranks))}"
 
 
 def _find_unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[str, ...], str]:
@@ -119,18 +107,32 @@ def _find_unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[st
 
     The axis along which copies differ determines the kind: each stage has its own, or ranks of one stage have.
     """
-    regions = {copy.where: [one for one in copies if one.where == copy.where] for copy in copies}
-    each = [_groups(region) for region in regions.values()]
+    each: list[list[list[Copy]]] = []  # by region, groups of equal copies
+    for where in dict.fromkeys(copy.where for copy in copies):
+        each.append([])
+        for copy in (copy for copy in copies if copy.where == where):
+            same = (group for group in each[-1] if torch.equal(group[0].observed, copy.observed))
+            if (group := next(same, None)) is None:
+                each[-1].append(group := [])
+            group.append(copy)
     stages = {copy.stage for copy in copies}
-    divisors = dict.fromkeys((1, len(each[0]), len(regions[copies[0].where]) // len(stages), replicas.count))
-    divisor = next((one for one in divisors if all(_add_up(groups, one) for groups in each)), None)
+    divisors = dict.fromkeys((1, len(each[0]), sum(map(len, each[0])) // len(stages), replicas.count))
+
+    def add_up(groups: Sequence[Sequence[Copy]], divisor: int) -> bool:
+        """True if the groups sum to the expected value, and each group alone differs from it and from zero."""
+        parts, expected = [group[0].observed for group in groups], groups[0][0].expected
+        room = max(groups[0][0].loose * float(expected.norm()), CLOSE * max(float(part.norm()) for part in parts))
+        far = [float((part - expected).norm()) for part in (*parts, torch.stack(parts).sum(dim=0) / max(1, divisor))]
+        return len(parts) > 1 and all(part.any() for part in parts) and far.pop() <= room < min(far)
+
+    divisor = next((one for one in divisors if all(add_up(groups, one) for groups in each)), None)
     if divisor is None:
         return (), ""
     groups = [group for region in each for group in region]
     ranks = [sorted({copy.rank for copy in group}) for group in groups]
     what = {1: "the sum", len(each[0]): "the mean"}.get(divisor, f"1/{divisor} of the sum")
     single = all(len(some) == 1 for some in ranks)
-    text = _ranks({copy.rank for copy in copies}) if single else " and ".join(map(_ranks, sorted(ranks)))
+    text = name_ranks({copy.rank for copy in copies}) if single else " and ".join(map(name_ranks, sorted(ranks)))
     text = f"{text} each keep their own part: {what} of these is expected"
     held = [{copy.stage for copy in group} for group in groups]
     if len(stages) > 1 and sum(map(len, held)) == len(stages):
@@ -138,53 +140,32 @@ def _find_unsummed(copies: Sequence[Copy], replicas: Replicas) -> tuple[tuple[st
     return (("not-reduced",) if all(one == stages for one in held) else ("tied-not-summed", "not-reduced")), text
 
 
-def _groups(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Group equal ``copies``."""
-    groups: list[list[Copy]] = []
-    for copy in copies:
-        same = next((group for group in groups if torch.equal(group[0].observed, copy.observed)), None)
-        if same is None:
-            groups.append([copy])
-        else:
-            same.append(copy)
-    return groups
-
-
-def _add_up(groups: Sequence[Sequence[Copy]], divisor: int) -> bool:
-    """True if the groups sum to the expected value, and each group alone differs from it and from zero."""
-    parts, expected = [group[0].observed for group in groups], groups[0][0].expected
-    room = max(groups[0][0].loose * float(expected.norm()), CLOSE * max(float(part.norm()) for part in parts))
-    far = [float((part - expected).norm()) for part in (*parts, torch.stack(parts).sum(dim=0) / max(1, divisor))]
-    return len(parts) > 1 and all(part.any() for part in parts) and far.pop() <= room < min(far)
-
-
 def _first_of_flow(found: Found, parts: set[str], evidence: Evidence) -> Found:
     """Restrict ``found`` to the first partial sum in backward order, if other gradients on the stage differ.
 
-    Errors in parameters used before may follow; if others are used after these, they may follow themselves.
+    Errors in parameters used before may follow; if others are used after these, they may follow themselves. With a
+    whole stage wrong, it may have been given parts by the next stage.
     """
     used, named, kept = evidence.used, {name for names in found.values() for name in names}, Found()
-    wrong = [site for site in evidence.wrong("gradient", "presence", "replicas") if site[1] not in named]
+    sites = evidence.wrong("gradient", "presence", "replicas")
+    reached = max((stage for stage, _ in sites), default=0)
     for cause, names in found.items():
-        open_ = [name for stage, name in wrong if stage == cause.stage]
-        if not parts.issuperset(names) or not open_:
-            kept[_or_of_the_next(cause, names, evidence) if parts.issuperset(names) else cause] = names
-            continue
-        last = max(used.get(name, 0) for name in names)
-        if all(used.get(name, last) < last for name in open_):
-            detail = f"{cause.detail}; what is wrong of parameters used before may follow"
-            kept[replace(cause, detail=detail)] = [name for name in names if used.get(name, 0) == last]
+        open_ = [name for stage, name in sites if stage == cause.stage and name not in named]
+        if not parts.issuperset(names):
+            kept[cause] = names
+        elif not open_:
+            own = {name for stage, name in evidence.expected.gradients if stage == cause.stage}
+            if cause.stage == reached and reached + 1 < evidence.stages and own <= {*names}:
+                detail = f"its input gradient is a part on each rank, and stage {reached} is given that"
+                other = replace(cause, rank=None, ranks=(), stage=reached + 1, detail=detail)
+                cause = replace(cause, instead=(other,))
+            kept[cause] = names
+        else:
+            last = max(used.get(name, 0) for name in names)
+            if all(used.get(name, last) < last for name in open_):
+                detail = f"{cause.detail}; what is wrong of parameters used before may follow"
+                kept[replace(cause, detail=detail)] = [name for name in names if used.get(name, 0) == last]
     return kept
-
-
-def _or_of_the_next(cause: Cause, names: Collection[str], evidence: Evidence) -> Cause:
-    """``cause``, or parts handed back by the next stage: with a whole stage wrong, gradients do not decide."""
-    own = {name for stage, name in evidence.expected.gradients if stage == cause.stage}
-    reached = max((stage for stage, _ in evidence.wrong("gradient", "presence", "replicas")), default=0)
-    if cause.stage != reached or reached + 1 == evidence.stages or not own <= {*names}:
-        return cause
-    detail = f"its input gradient is a part on each rank, and stage {reached} is given that"
-    return replace(cause, instead=(replace(cause, rank=None, ranks=(), stage=reached + 1, detail=detail),))
 
 
 def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
@@ -199,9 +180,7 @@ def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
     for name, made in wrong.items():
         for copy, counts in zip(made.copies, made.counts, strict=True):
             for fault in faults_in_counts(evidence.right.update, dict(enumerate(counts or ())), ALIKE):
-                of, factor = fault.microbatches, fault.factor
-                cause = Cause(fault.kind, stage=copy.stage, microbatches=of, factor=factor, detail=fault.detail)
-                places.setdefault((name, cause), set()).add((copy.rank, copy.stage))
+                places.setdefault((name, replace(fault, stage=copy.stage)), set()).add((copy.rank, copy.stage))
     found = Found()
     for (name, cause), some in places.items():
         found.setdefault(at(cause, some, evidence), []).append(name)
@@ -213,12 +192,8 @@ def _find_misplaced(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
     found = Found()
     for name, made in wrong.items():
         for one, other in permutations(made.copies, 2):
-            if one.where != other.where and not one.right and _is(one, other):
+            shape = one.observed.shape == other.expected.shape and one.where != other.where
+            if shape and not one.right and error(one.observed, other.expected) < ALIKE:
                 cause = Cause("misplaced", stage=one.stage, detail=f"it is the part that rank {other.rank} should have")
                 found.setdefault(at(cause, {(one.rank, one.stage)}, evidence), []).append(name)
     return found
-
-
-def _is(one: Copy, other: Copy) -> bool:
-    """True if ``one`` equals the tensor expected from ``other``."""
-    return one.observed.shape == other.expected.shape and error(one.observed, other.expected) < ALIKE

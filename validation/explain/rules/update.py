@@ -1,21 +1,18 @@
-"""Using the gradients: the clipping and the update."""
+"""What an operation changes: the clipping and the update, and state that stays behind."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import Tensor
-
-from pipeproof.core.cause import Cause, join_numbers
+from pipeproof.core.cause import Cause
 from pipeproof.core.limits import precision_of
 from pipeproof.core.tolerance import same_bits
 from pipeproof.core.verdict import Mismatch, Size
-from pipeproof.explain.candidates import Candidate, find_candidate, is_near
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, LITTLE, ROUNDINGS
-from pipeproof.explain.rules.place import cause_of, mismatches_of
-from pipeproof.reference.step import Site
+from pipeproof.explain.rules.factors import Candidate, find_candidate, is_near
+from pipeproof.explain.rules.places import cause_of, mismatches_of, name_ranks
 from pipeproof.reference.step import clip_factor as factor_of
 
 _SKIPS = "gradients overflow, so that every rank should skip its step"
@@ -38,7 +35,9 @@ def update(evidence: Evidence) -> list[Cause]:
         return []
     cause = cause_of("update", found, evidence)
     if apart := _ranks_apart(found, evidence):
-        words_apart = "what is wrong did not move there" if len(apart) == 1 else f"{_ranks(apart)} do not hold the same"
+        words_apart = (
+            "what is wrong did not move there" if len(apart) == 1 else f"{name_ranks(apart)} do not hold the same"
+        )
         rank, ranks = (apart[0], ()) if len(apart) == 1 else (None, apart)
         cause = replace(cause, rank=rank, ranks=ranks, detail=f"{words_apart}; {cause.detail}")
     if evidence.scale is not None and (skipped := _describe_skips(found, evidence)):
@@ -52,7 +51,13 @@ def update(evidence: Evidence) -> list[Cause]:
     (times, noise), *more = factors
     if more and times and not coarse and all(is_near(one.value, times, one.noise + noise) for one in more):
         cause = replace(cause, detail=f"{cause.detail}: all moved {times:.4g} times as far as they should")
-    clips = all(one.value for one in factors) and _may_be_clipped(evidence, coarse)  # which stops no weight
+    # Clipping stops no weight. Our own optimizer shows it, unless rounding is coarse; of others it may be unknown, as
+    # for a record or a chain, and a foreign step's gradients are its optimizer's.
+    own, most = evidence.playable is not None, evidence.max_norm
+    clips = most < (evidence.expected.norm or 0.0) and (coarse or not own) if most is not None else False
+    if most is None:
+        clips = not own and (evidence.members is None or evidence.run is None)
+    clips = clips and all(one.value for one in factors)
     return [replace(cause, instead=(replace(cause, kind="clip"),)) if clips else cause]
 
 
@@ -62,25 +67,21 @@ def _ranks_apart(found: Sequence[Mismatch], evidence: Evidence) -> tuple[int, ..
     All of them if nothing shows which are right; none if the reference does, or if they agree.
     """
     wrong = {(m.stage, m.parameter) for m in found if m.beside is not None}
+    if not wrong:
+        return ()
     went: dict[int, bool] = {}
-    for site, rank, weight in _whole_weights(evidence) if wrong else ():
-        if site in wrong and evidence.right is not None:
-            went[rank] = went.get(rank, False) or not same_bits(weight, evidence.right.weights[site[1]])
+    for stage in () if evidence.members is None or evidence.right is None else evidence.members.stages:
+        for rank, part in stage.part.members:
+            for k, (where, weight) in part.after.items():
+                name = stage.names.get(k)
+                if where is None and name is not None and evidence.right is not None and (stage.index, name) in wrong:
+                    went[rank] = went.get(rank, False) or not same_bits(weight, evidence.right.weights[name])
     still = tuple(rank for rank, moved in went.items() if not moved)
     if len(still) == 1 < len(went):
         return still
-    known = not evidence.verdict.law("updated-parameters").note
     ranks = {m.rank for m in found} | {m.beside for m in found}
-    return () if known or not wrong else tuple(sorted(rank for rank in ranks if rank is not None))
-
-
-def _whole_weights(evidence: Evidence) -> Iterator[tuple[Site, int, Tensor]]:
-    """Each rank's whole weights after the step, for stages that several ranks may hold."""
-    for stage in () if evidence.members is None else evidence.members.stages:
-        for rank, part in stage.part.members:
-            for k, (where, weight) in part.after.items():
-                if where is None and k in stage.names:
-                    yield (stage.index, stage.names[k]), rank, weight
+    known = not evidence.verdict.law("updated-parameters").note
+    return () if known else tuple(sorted(rank for rank in ranks if rank is not None))
 
 
 def clip_factor(evidence: Evidence, size: float | None) -> float:
@@ -112,27 +113,16 @@ def _describe_clipping(found: Sequence[Mismatch], factors: Sequence[Factor], evi
     for one, factor in zip(found, factors, strict=True):
         own = [] if one.stage is None else [one.stage]
         rank = [stage for stage in range(evidence.stages) if own and placement[stage] == placement[own[0]]]
-        norms = {"by its own stage's norm": own, "by its own rank's norm": rank}
         values = {"not clipped": 1.0, "clipped twice": wanted**2}
-        values |= {words: clip_factor(evidence, _norm_of(evidence, stages)) for words, stages in norms.items()}
+        for words, stages in (("by its own stage's norm", own), ("by its own rank's norm", rank)):
+            norm = math.sqrt(math.fsum(size**2 for (stage, _), size in evidence.sizes.items() if stage in stages))
+            values[words] = clip_factor(evidence, norm)
         others = (Candidate(words, value) for words, value in values.items() if not is_near(value, wanted, ALIKE))
         named = find_candidate(factor.value * wanted, others, factor.noise)
         if named is None:
             return ""
         ways[named.words] = None
     return ", ".join(ways)
-
-
-def _norm_of(evidence: Evidence, stages: Collection[int]) -> float:
-    return math.sqrt(math.fsum(size**2 for (stage, _), size in evidence.sizes.items() if stage in stages))
-
-
-def _may_be_clipped(evidence: Evidence, coarse: bool) -> bool:
-    """True if clipping may cause a wrong update: our own optimizer shows it, unless ``coarse``."""
-    own, size, most = evidence.playable is not None, evidence.expected.norm or 0.0, evidence.max_norm
-    if most is None:  # unknown for a record or a chain; a foreign step's gradients are its optimizer's
-        return not own and (evidence.members is None or evidence.run is None)
-    return most < size and (coarse or not own)
 
 
 def _describe_skips(found: Sequence[Mismatch], evidence: Evidence) -> str:
@@ -152,11 +142,21 @@ def _describe_skips(found: Sequence[Mismatch], evidence: Evidence) -> str:
         if isinstance(s := m.observed, Size) and isinstance(d := m.expected, Size)
     }
     if went == {(False, True)}:
-        return f"no weight moved, and {_ranks(others)} took {'their' if len(others) > 1 else 'its'} step"
+        return f"no weight moved, and {name_ranks(others)} took {'their' if len(others) > 1 else 'its'} step"
     if went == {(True, False)} and evidence.scale is not None and evidence.scale.skips:
-        return f"{_SKIPS}; {_ranks(others)} did"
+        return f"{_SKIPS}; {name_ranks(others)} did"
     return ""
 
 
-def _ranks(those: Collection[int]) -> str:
-    return f"rank{'s' * (len(those) > 1)} {join_numbers(sorted(those))}"
+def no_update(evidence: Evidence) -> list[Cause]:
+    """State that an operation without an update changed: weights, or in an evaluation gradients."""
+    kinds = {} if evidence.operation == "train" else {"updated-parameters": "update"}
+    if evidence.operation == "eval":
+        kinds["presence"] = "unexpected"
+    return [cause_of(kind, found, evidence) for law, kind in kinds.items() if (found := mismatches_of(law, evidence))]
+
+
+def buffers(evidence: Evidence) -> list[Cause]:
+    """State left behind by forwards."""
+    found = mismatches_of("buffers", evidence)
+    return [cause_of("buffers", found, evidence)] if found else []

@@ -1,4 +1,4 @@
-"""Wrong weights at the start of an operation, and weights or tensors from an operation before."""
+"""Wrong weights at the start of an operation, parameters in no stage, and tensors from an operation before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipeproof.core.cause import Cause, join_numbers
-from pipeproof.core.observe.likeness import PARAMETER, Label, Likeness
+from pipeproof.core.observe.likeness import PARAMETER, Label
 from pipeproof.core.observe.recording import Point, Site
 from pipeproof.core.old_weights import find_old_weights
 from pipeproof.core.tolerance import agrees
@@ -15,7 +15,7 @@ from pipeproof.explain.evidence import Evidence, RightOperation
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
 from pipeproof.explain.limits import HALF, MANY
-from pipeproof.explain.rules.place import cause_of, mismatches_of
+from pipeproof.explain.rules.places import cause_of, describe_mismatches, mismatches_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class Start:
 def weights(evidence: Evidence) -> list[Cause]:
     """Find wrong initial parameters on a stage."""
     start = _start_of_play(evidence) if evidence.right is None else _start_beside(evidence, evidence.right)
-    named = None if start is None else _name_weights(start)
-    if start is None or named is None:
+    if start is None:
         return []
-    (_, name), (kind, words) = _largest(start), named
+    site = max(start.observed, key=lambda one: (start.observed[one].numel(), *one))  # the clearest evidence
+    named = _name_weights(start, site)
+    if named is None:
+        return []
+    kind, words = named
     number = start.found[0].operation
     when = f"operation {number}" if number > 1 else "the step"
-    detail = f"{when} began with other parameters: {name} has {words}; {len(start.observed)} parameters"
+    detail = f"{when} began with other parameters: {site[1]} has {words}; {len(start.observed)} parameters"
     return [cause_of(kind, start.found, evidence, detail=detail)]
 
 
@@ -115,40 +118,42 @@ def _start_of_play(evidence: Evidence) -> Start | None:
     return None
 
 
-def _largest(start: Start) -> Site:
-    """The largest wrong parameter: the clearest evidence."""
-    return max(start.observed, key=lambda one: (start.observed[one].numel(), *one))
-
-
-def _name_weights(start: Start) -> tuple[str, str] | None:
-    """Name the cause behind the weights, in words; None if they are too short."""
-    site = _largest(start)
-    at, observed, expected = _label(site), start.observed[site].cpu(), start.expected[site[1]].cpu()
+def _name_weights(start: Start, site: Site) -> tuple[str, str] | None:
+    """Name the cause behind the weights at ``site``, in words; None if they are too short."""
+    stage, own = site
+    observed, expected = start.observed[site].cpu(), start.expected[own].cpu()
     # Norms and biases begin alike in every layer: they identify none.
     drawn = {name: one.cpu() for name, one in start.expected.items() if one.numel() > 1 and one.std() > 0}
-    others = [(_label((site[0], name)), one) for name, one in drawn.items() if name != site[1]]
-    old = [(_label(site, ago), one[site[1]].cpu()) for ago, one in enumerate(start.earlier, 1) if site[1] in one]
-    found = likeness(observed, expected, at, known=Known([*others, *old]), limit=0.0)
+    every = [(name, 0, one) for name, one in drawn.items() if name != own]
+    every += [(own, ago, one[own].cpu()) for ago, one in enumerate(start.earlier, 1) if own in one]
+    point = Point(stage, -1, PARAMETER)
+    known = Known((Label(point, ago, name=name), one) for name, ago, one in every)
+    found = likeness(observed, expected, Label(point, name=own), known=known, limit=0.0)
     if found is None:
         return None
     if found.kind == "other" and found.label is not None:
-        return _others(found, found.label)
+        if found.label.ago:
+            return "stale-tensor", "those of an earlier operation"
+        if found.part is not None or found.label == found.at:
+            return "misplaced", f"its own, {found.change}"
+        return "partition", f"those of {found.label.name}"
     if found.kind in ("rounded", "not-finite"):
         return found.kind, f"its own, {found.change}"
     if found.kind != "different" or found.part is not None or (found.cosine or 0.0) > HALF:
         return "altered", f"its own, {found.change}"
-    enough = site[1] in drawn and sum(one.numel() for one in start.observed.values()) >= MANY
+    enough = own in drawn and sum(one.numel() for one in start.observed.values()) >= MANY
     return ("randomness", "drawn otherwise") if enough else None
 
 
-def _others(found: Likeness, label: Label) -> tuple[str, str]:
-    """Name the cause for a parameter, or a part, equal to the labelled tensor."""
-    if label.ago:
-        return "stale-tensor", "those of an earlier operation"
-    if found.part is not None or label == found.at:
-        return "misplaced", f"its own, {found.change}"
-    return "partition", f"those of {label.name}"
+def partition(evidence: Evidence) -> list[Cause]:
+    """Find parameters in no stage or several; skip if only names may differ."""
+    found = mismatches_of("parameters-once", evidence)
+    if not found or evidence.strange:
+        return []
+    return [Cause("partition", stage=found[0].stage, parameter=found[0].parameter, detail=describe_mismatches(found))]
 
 
-def _label(site: Site, ago: int = 0) -> Label:
-    return Label(Point(site[0], -1, PARAMETER), ago, name=site[1])
+def nameless(evidence: Evidence) -> Sequence[str]:
+    """Say that the reference lacks some parameter names; empty if it knows all."""
+    text = f"parameters of the step and of the reference do not go together: {evidence.renamed_by} says which is which"
+    return (text,) if evidence.strange else ()

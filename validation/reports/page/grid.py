@@ -172,16 +172,18 @@ class Grid:
     @cached_property
     def _culprits(self) -> Collection[str]:
         """Actions named by causes; for a stage and a microbatch, the first wrong ones."""
-        return {done.action for cause in self.verdict.causes for done in self._actions_named(cause)}
-
-    def _actions_named(self, cause: Cause) -> Sequence[Done]:
-        at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
-        wrong = [done for done in at if _is_wrong(done.sights)]
-        if cause.action is not None:
-            return wrong or at
-        if not wrong and cause.kind in OF_MICROBATCHES:  # crossings are right: the sums are not
-            return [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
-        return [done for done in wrong if not self._follows(done)] or wrong
+        named = set[str]()
+        for cause in self.verdict.causes:
+            at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
+            wrong = [done for done in at if _is_wrong(done.sights)]
+            if cause.action is not None:
+                found = wrong or at
+            elif not wrong and cause.kind in OF_MICROBATCHES:  # crossings are right: the sums are not
+                found = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
+            else:
+                found = [done for done in wrong if not self._follows(done)] or wrong
+            named |= {done.action for done in found}
+        return named
 
     def _place(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
         if done.action in culprits:
@@ -195,7 +197,9 @@ class Grid:
         outputs = _outputs_of(done)
         if outputs and all(sight.agrees for sight in outputs):
             return Placed(done, rank, column, "right", _worst(outputs) or _worst(done.sights) or "a0")
-        through = self._through.get(_went_to(done))
+        # A forward goes into its microbatch's loss, a backward into its stage's gradients, I into the previous stage's.
+        forward, stage = done.kind is Kind.FORWARD, done.stage - (done.kind is Kind.BACKWARD_INPUT)
+        through = self._through.get((forward, done.microbatch if forward else stage))
         if through is not None and not done.sights:
             text, step = through
             return Placed(done, rank, column, "through", step, text)
@@ -239,13 +243,6 @@ def _outputs_of(done: Done) -> Sequence[Sight]:
 
 def _is_wrong(sights: Sequence[Sight]) -> bool:
     return any(sight.agrees is False for sight in sights)
-
-
-def _went_to(done: Done) -> tuple[bool, int | None]:
-    """Map a forward to its microbatch's loss, a backward to its stage's gradients, I to the previous stage's."""
-    if done.kind is Kind.FORWARD:
-        return True, done.microbatch
-    return False, done.stage - (done.kind is Kind.BACKWARD_INPUT)
 
 
 def _is_at(done: Done, rank: int, cause: Cause) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from pipeproof.core.observe.initial_weights import step_begins
+from pipeproof.core.observe.watching import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.records.single_device import SingleDevice
@@ -19,7 +21,7 @@ from pipeproof.wings.adapters.drawn import Content, contents
 from pipeproof.wings.adapters.framework import AdapterError, Framework
 from pipeproof.wings.adapters.job import JobStep, checking
 from pipeproof.wings.adapters.recording import StepRecording, recording
-from pipeproof.wings.adapters.sight import Observation, observing
+from pipeproof.wings.adapters.sight import Observation
 from pipeproof.wings.adapters.step import FrameworkStep
 from pipeproof.wings.adapters.whole import Named, Whole
 
@@ -86,7 +88,10 @@ def observe(adapter: Adapter, microbatches: Sequence[Any], reference: nn.Module)
     """Observe the step trained in this block, from weights of ``reference``."""
     step = adapter.step()
     observed = Observation(step, adapter.load(step, microbatches, reference))
-    with observing(observed, step):
+    step_begins(step.sum_of)  # with current weights
+    with step.watching(observed):
+        for module in step.stages.values():
+            watch(module, when=step.when)
         yield observed
 
 

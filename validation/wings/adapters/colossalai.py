@@ -5,7 +5,7 @@ The reference is made of the same model and criterion. Nothing of ColossalAI is 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -147,7 +147,9 @@ class ColossalAI(Adapter):
                     f"execute_pipeline was called {len(runs)} times before optimizer.step, and the check was given "
                     f"{self.batches} batch{'es' * (self.batches != 1)}: let both be the same"
                 )
-            return self._gradients()
+            found = [one for one in module.parameters() if one.requires_grad]
+            zero = hasattr(self.optimizer, "pid_to_grad_store")  # each replica keeps a part
+            return {one: _local_shard(one, self.optimizer) if zero else one.grad for one in found}
 
         return FrameworkStep(
             stages,
@@ -241,12 +243,6 @@ class ColossalAI(Adapter):
             return None
         return Accumulation(between=getattr(self.optimizer, "_communication_dtype", None), tied_first=True)
 
-    def _gradients(self) -> dict[nn.Parameter, Gradient]:
-        """Return the gradients before the optimizer's step, in place; with ZeRO each replica keeps a part."""
-        found = [one for one in self.model.module.parameters() if one.requires_grad]
-        zero = hasattr(self.optimizer, "pid_to_grad_store")
-        return {one: _local_shard(one, self.optimizer) if zero else one.grad for one in found}
-
     @contextmanager
     def _watching(
         self, stages: Mapping[int, nn.Module], notes: tuple[list[Tensor], list[str], Drawn], sight: Sight
@@ -255,15 +251,22 @@ class ColossalAI(Adapter):
         (losses, runs, drawn), plugin, optimizer = notes, self.booster.plugin, self.optimizer
 
         def note(run: Any, model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled():
-                runs.append("run")
-                data_iter, criterion = drawn.noting(data_iter), _noting(criterion, losses)
-            return run(model, data_iter, criterion, *more, **named)
+            @wraps(criterion)
+            def noting(outputs: Any, microbatch: Any) -> Tensor:
+                loss = criterion(outputs, microbatch)
+                losses.append(loss.detach().clone())  # before the schedule divides it
+                return loss
 
-        with ExitStack() as stack:
-            stack.enter_context(around(plugin.scheduler, "forward_backward_step", note))
-            stack.enter_context(around(optimizer, "step", telling(sight, lambda _: optimizer.get_grad_norm())))
-            stack.enter_context(tell_chunks_apart(plugin.stage_manager, self.model.module, stages))
+            if not torch.is_grad_enabled():
+                return run(model, data_iter, criterion, *more, **named)
+            runs.append("run")
+            return run(model, drawn.noting(data_iter), noting, *more, **named)
+
+        with (
+            around(plugin.scheduler, "forward_backward_step", note),
+            around(optimizer, "step", telling(sight, lambda _: optimizer.get_grad_norm())),
+            tell_chunks_apart(plugin.stage_manager, self.model.module, stages),
+        ):
             yield
 
 
@@ -280,18 +283,6 @@ def _local_shard(parameter: nn.Parameter, optimizer: Any) -> Gradient:
     start = part.numel() * store.local_rank
     rest = parameter.numel() - start
     return FlatShard(part.flatten()[:rest], start) if rest > 0 else FlatShard(None)
-
-
-def _noting(criterion: Criterion, losses: list[Tensor]) -> Criterion:
-    """``criterion``, noting every loss before the schedule divides it."""
-
-    @wraps(criterion)
-    def note(outputs: Any, microbatch: Any) -> Tensor:
-        loss = criterion(outputs, microbatch)
-        losses.append(loss.detach().clone())
-        return loss
-
-    return note
 
 
 def count_option(scheduler: Any) -> int | None:

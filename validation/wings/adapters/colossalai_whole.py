@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.adapters import on_cpu
-from pipeproof.wings.adapters.framework import AdapterError, Framework, around, replace_attribute
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around
 from pipeproof.wings.adapters.whole import Called, OfMicrobatch, Packed, Whole
 
 COLOSSALAI = Framework(
@@ -131,7 +131,7 @@ def as_launched(device: str) -> Iterator[None]:
             stack.enter_context(_handles_kept())
             # It asks torch for attributes of some vendors' builds.
             messages = COLOSSALAI.module("pipeline.p2p")
-            stack.enter_context(replace_attribute(messages, "_check_for_nccl_hccl_backend", lambda _: False))
+            stack.enter_context(mock.patch.object(messages, "_check_for_nccl_hccl_backend", return_value=False))
         coordinators = COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances
         stack.enter_context(mock.patch.dict(coordinators, clear=True))
         yield

@@ -88,7 +88,15 @@ def validate(
     loss = loss_fn or loss_of_layers
     whole = Whole(reference, partial(WholeDeepSpeed, reference, dtype), data, loss, alone=as_launched)
     if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
-        whole = _with_numbers(whole, loss)
+        # Numbers stand for labels made from several tensors.
+        pairs = [_pair(number, one) for number, one in enumerate(data)]
+        labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
+
+        def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
+            return model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches]
+
+        numbered = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
+        whole = replace(whole, microbatches=numbered, loss_fn=OfMicrobatch(loss, labels), given=prepare)
     return adapter.validate(DEEPSPEED, step, whole, ranks=ranks, whitebox=whitebox)
 
 
@@ -143,10 +151,11 @@ class DeepSpeed(Adapter):
     def step(self) -> FrameworkStep:
         engine, drawn = self.engine, Drawn()
         _check_covered(engine)
+        replicas = engine.grid.data_parallel_size
         return FrameworkStep(
             {engine.stage_id: engine.module},
             lambda stage, name: name,  # a PipelineModule and the reference share names
-            self._gradients,
+            lambda: {one: gradient_of(one, replicas) for one in engine.module.parameters() if one.requires_grad},
             lambda: engine.fwd_outputs,
             partial(_watching, engine, drawn),
             unfinished=AdapterError("the engine took no step: call engine.train_batch in the block"),
@@ -174,10 +183,6 @@ class DeepSpeed(Adapter):
     def against_itself(self, by: StepExpectation, microbatches: Sequence[Any]) -> tuple[StepExpectation, Pairs]:
         pairs = self._pairs(microbatches)
         return by.in_framework({}, loss_fn=self.loss_fn), pairs
-
-    def _gradients(self) -> dict[nn.Parameter, Gradient]:
-        replicas = self.engine.grid.data_parallel_size
-        return {one: gradient_of(one, replicas) for one in self.engine.module.parameters() if one.requires_grad}
 
     def _pairs(self, microbatches: Sequence[Any]) -> Pairs:
         if microbatches:
@@ -282,18 +287,6 @@ def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
         found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
         raise AdapterError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
     return microbatch[0], microbatch[1]
-
-
-def _with_numbers(whole: Whole, loss: Callable[[Any, Any], Tensor]) -> Whole:
-    """Return ``whole`` with numbers in place of labels made from several tensors."""
-    pairs = [_pair(number, one) for number, one in enumerate(whole.microbatches)]
-    labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
-
-    def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-        return model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches]
-
-    data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
-    return replace(whole, microbatches=data, loss_fn=OfMicrobatch(loss, labels), given=prepare)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from traceback import walk_tb
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -130,15 +131,17 @@ class Framework:
         if whitebox is not None:
             whitebox.world.own_modules |= {self.root} if self.own is None else set(self.own)
         validate = validated if whitebox is None else whitebox.validate
-        # A test's functions are imported where a rank unpacks them, which for nanotron has to be later.
-        return partial(self._on_ranks, validate) if self.name in _ON_CPU else validate
+        if self.name not in _ON_CPU:
+            return validate
 
-    def _on_ranks(self, validate: Callable[..., Verdict], *given: Any, **named: Any) -> Verdict:
-        FIRST.append(self.on_cpu)
-        try:
-            return validate(*given, **named)
-        finally:
-            FIRST.remove(self.on_cpu)
+        def on_ranks(*given: Any, **named: Any) -> Verdict:
+            FIRST.append(self.on_cpu)  # a test's functions are imported where a rank unpacks them: for nanotron, later
+            try:
+                return validate(*given, **named)
+            finally:
+                FIRST.remove(self.on_cpu)
+
+        return on_ranks
 
     @staticmethod
     def expect(what: str, given: Any, kinds: Any, expected: str) -> None:
@@ -148,10 +151,7 @@ class Framework:
 
     @staticmethod
     def expect_function(what: str, given: Any, expected: str) -> None:
-        """Raise unless ``given`` is a function; ``expected``: the function in words.
-
-        ``expected`` says in words which one it is to be.
-        """
+        """Raise unless ``given`` is a function; ``expected``: the function in words."""
         if not callable(given) or isinstance(given, type):
             raise AdapterError(f"{what} is {show(given)}: expected {expected}")
 
@@ -234,29 +234,10 @@ def unwrap(name: str, *wrappers: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-_NOTHING = object()
-
-
-@contextmanager
-def replace_attribute(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Set attribute ``name`` of ``place`` while open; then restore or delete it."""
-    own = vars(place).get(name, _NOTHING)
-    setattr(place, name, by)
-    try:
-        yield
-    finally:
-        if own is _NOTHING:
-            delattr(place, name)
-        else:
-            setattr(place, name, own)
-
-
-@contextmanager
-def around(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+def around(place: Any, name: str, by: Callable[..., Any]) -> AbstractContextManager[object]:
     """Wrap function ``name`` in ``place`` while open: ``by`` gets the original and its arguments."""
     inner = getattr(place, name)
-    with replace_attribute(place, name, wraps(inner)(partial(by, inner))):
-        yield
+    return mock.patch.object(place, name, wraps(inner)(partial(by, inner)))
 
 
 @contextmanager

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.checked_step import CheckedStep, Unchecked
 from pipeproof.records.rank_part import AdapterNames, Rename, own_name
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
-from pipeproof.records.unchecked import Unchecked
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.adapters.drawn import Content
 from pipeproof.wings.adapters.sight import JobSight
@@ -46,9 +45,26 @@ def checking(
     if turn is None:
         yield Unchecked()
         return
-    made, why = _make(step)
-    check = _check_of(made, composed, timeout_s, turn)
-    if made is None:
+    made, why = None, ""
+    try:
+        made = step()
+    except WhiteBoxError as error:
+        why = str(error)
+    except Exception as error:  # all types: the arguments may be anything
+        why = f"the check cannot be made of this: {type(error).__name__}: {error}"
+    against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
+    stages: Mapping[int, nn.Module] = {}
+    microbatches: Pairs | None = None
+    name: Rename = own_name
+    if made is not None:
+        against = made.against.for_framework(made.step.accumulation)
+        stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
+    check: CheckedStep
+    if isinstance(against, StepExpectation):
+        check = against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)
+    else:
+        check = StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
+    if made is None:  # others are informed of the reason
         check.refuse(why)
         with check:
             yield check
@@ -65,20 +81,6 @@ def checking(
         yield check
         if watched:
             sight.end()
-
-
-def _check_of(made: JobStep | None, composed: StepExpectation | None, timeout_s: float, turn: int) -> CheckedStep:
-    """Return the check of a step; without one, a check that informs others of the reason."""
-    against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
-    stages: Mapping[int, nn.Module] = {}
-    microbatches: Pairs | None = None
-    name: Rename = own_name
-    if made is not None:
-        against = made.against.for_framework(made.step.accumulation)
-        stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
-    if isinstance(against, StepExpectation):
-        return against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)
-    return StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -99,12 +101,3 @@ def _note_begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
     finally:
         for hook in hooks.values():
             hook.remove()
-
-
-def _make(step: Callable[[], JobStep]) -> tuple[JobStep | None, str]:
-    try:
-        return step(), ""
-    except WhiteBoxError as error:
-        return None, str(error)
-    except Exception as error:  # all types: the arguments may be anything
-        return None, f"the check cannot be made of this: {type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def observe(
     and a ``data_iterator`` for Megatron's schedule. Raises ``MegatronError`` for unsupported use.
     """
     own = Megatron(chunks, optimizer)
-    with own.fed(), adapter.observe(own, microbatches, reference) as observed:
+    with fed(own.chunks), adapter.observe(own, microbatches, reference) as observed:
         observed.forward_step = forward_step
         yield observed
 
@@ -118,7 +119,7 @@ def check_step(
         with ExitStack() as stack:
             if own.draws:
                 with suppress(AdapterError):  # the check reports invalid chunks
-                    stack.enter_context(own.fed())
+                    stack.enter_context(fed(own.chunks))
             check = adapter.check_step(own, microbatches, reference=reference, floors=floors, timeout_s=timeout_s)
             yield stack.enter_context(check)
     finally:
@@ -203,20 +204,13 @@ class Megatron(Adapter):
                 "calculate_per_token_loss is True, and no rank knows the tokens of all: such a step is held against "
                 "the whole model alone"
             )
+        scale = partial(scale_of, self.optimizer)
         known = {
             "loss_fn": LossOf(self.chunks, self.forward_step),
-            "scaler": LossScale(self.optimizer) if scale_of(self.optimizer) != 1.0 else None,
+            "scaler": SimpleNamespace(get_scale=scale) if scale() != 1.0 else None,
             "generators": [*by.generators, core("tensor_parallel.random").get_cuda_rng_tracker()],
         }
         return by.in_framework({"loss_divisor": None}, **known), [(_inputs(one), one) for one in microbatches]
-
-    @contextmanager
-    def fed(self) -> Iterator[None]:
-        """Pass the previous stage's output to chunks as an argument too, while open."""
-        with ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(fed(bare(chunk)))
-            yield
 
     def _accumulation(self) -> Accumulation | None:
         """Return the types of accumulation: for bf16 that of ``main_grad``, or fp32 if configured, also over replicas.
@@ -294,17 +288,6 @@ def scale_of(optimizer: Any) -> float:
     scale = getattr(optimizer, "get_loss_scale", None)
     nothing = not getattr(optimizer, "chained_optimizers", True)  # to step: such a one asks for a GPU
     return 1.0 if scale is None or nothing else float(scale())
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """The divisor of Megatron's ``optimizer``, in the form of a scaler."""
-
-    optimizer: Any
-
-    def get_scale(self) -> float:
-        """The scale now."""
-        return scale_of(self.optimizer)
 
 
 @contextmanager

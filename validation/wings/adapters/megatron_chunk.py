@@ -36,15 +36,17 @@ def _fed_kind(kind: type) -> type:
 
 
 @contextmanager
-def fed(model: nn.Module) -> Iterator[None]:
-    """Pass the previous stage's output to ``model`` as an argument, for the observer, while open."""
-    kind = type(model)
-    model.__class__ = _fed_kind(kind)  # type: ignore[arg-type]  # a class can be hashed
+def fed(chunks: Sequence[Any]) -> Iterator[None]:
+    """Pass the previous stage's output to models in ``chunks`` as an argument, for the observer, while open."""
+    kinds = {bare(chunk): type(bare(chunk)) for chunk in chunks}
+    for model, kind in kinds.items():
+        model.__class__ = _fed_kind(kind)  # type: ignore[arg-type]  # a class can be hashed
     try:
         yield
     finally:
-        model.__class__ = kind
-        _beside.pop(model, None)
+        for model, kind in kinds.items():
+            model.__class__ = kind
+            _beside.pop(model, None)
 
 
 class _Giving(nn.Module):
@@ -64,17 +66,12 @@ class LossOf:
     def __init__(self, chunks: Sequence[Any], forward_step: ForwardStep) -> None:
         self._config: Any = bare(chunks[-1]).config
         self._forward_step = forward_step
-        self._widens = _widens(chunks[-1])
+        kind, chunk = core("transformer.module").Float16Module, chunks[-1]
+        while isinstance(chunk, nn.Module) and not isinstance(chunk, kind):
+            chunk = getattr(chunk, "module", None)
+        self._widens = chunk is not None  # a wrapper casts 16-bit outputs to fp32
 
     def __call__(self, output: Tensor, microbatch: Any) -> Tensor:
         given = output.float() if self._widens and output.dtype in (torch.bfloat16, torch.float16) else output
         made, function = self._forward_step(iter([microbatch]), _Giving(self._config, given))
         return whole_loss(function(made), self._config)
-
-
-def _widens(chunk: Any) -> bool:
-    """True if a model's wrapper casts 16-bit outputs to fp32."""
-    kind = core("transformer.module").Float16Module
-    while isinstance(chunk, nn.Module) and not isinstance(chunk, kind):
-        chunk = getattr(chunk, "module", None)
-    return chunk is not None

@@ -71,10 +71,14 @@ class WholeMegatron(nn.Module):
     def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
         super().__init__()
         with pretend_alone():
-            self.model, called = _as_called(MEGATRON.build(build))
+            called = MEGATRON.build(build)
+            config: Any = getattr(bare(called), "config", None)
+            if bf16 := getattr(config, "bf16", False):  # a wrapper casts weights, inputs and outputs
+                wraps = core("transformer.module").Float16Module
+                called = called if isinstance(called, wraps) else wraps(config, called)
+        self.model: nn.Module = bare(called) if bf16 else called
         self._called = (called,)  # in a tuple, so that wrappers do not change parameter names
         self._forward_step = forward_step
-        config: Any = getattr(bare(self.model), "config", None)
         if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
             raise AdapterError(f"the reference is built with pipeline_model_parallel_size {stages}: expected 1")
         check_config(config)
@@ -103,16 +107,6 @@ class WholeMegatron(nn.Module):
                 "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
             )
         return total
-
-
-def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the model, and its callable: with bf16, a wrapper that casts weights, inputs and outputs."""
-    config = getattr(bare(model), "config", None)
-    if not getattr(config, "bf16", False):
-        return model, model
-    wraps = core("transformer.module").Float16Module
-    called = model if isinstance(model, wraps) else wraps(config, model)
-    return bare(called), called
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
 from pipeproof.wings.adapters import on_cpu
-from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment, replace_attribute
+from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment
 from pipeproof.wings.adapters.step import Sight
 
 NANOTRON = Framework(
@@ -189,7 +189,7 @@ def pretend_alone() -> Iterator[None]:
     place = core("distributed")
     with ExitStack() as stack:
         for name, function in _OF_ONE.items():
-            stack.enter_context(replace_attribute(place, name, function))
+            stack.enter_context(mock.patch.object(place, name, function))
         default = SimpleNamespace(
             distributed_c10d=SimpleNamespace(_get_default_group=lambda: _ONE), is_initialized=lambda: True
         )
@@ -201,5 +201,5 @@ def context_of_one() -> Any:
     """Build a ``ParallelContext`` for one rank."""
     kind = core("parallel.context").ParallelContext
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    with mock.patch.dict(os.environ, one), replace_attribute(kind, "set_device", lambda _: None):
+    with mock.patch.dict(os.environ, one), mock.patch.object(kind, "set_device"):
         return kind(1, 1, 1)

@@ -27,23 +27,28 @@ from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 from pipeproof.worlds.timeout import END_S
 
 _TELLS = "check_step tells which is wrong"
-_KINDS = ("weight", "gradient", "updated weight")
+
+
+_Key = tuple[str, str]  # the kind of a tensor, and its name
 
 
 @dataclass(frozen=True)
 class _RankStep:
     """A rank's part of a step: it sends names, and publishes tensors.
 
-    ``digests``: of each kind of tensor by name; None for a missing gradient. ``shards``: the place of its part in the
-    whole, by kind and name. ``shapes``: of whole tensors.
+    ``kept``: each tensor's digest, None for a missing gradient, and the place of its part in the whole, None for all.
+    ``shapes``: of whole tensors.
     """
 
     arrival: Arrival
     losses: tuple[float, ...] = ()
     norm: float | None = None
-    digests: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    shards: Mapping[tuple[str, str], Shard] = field(default_factory=dict)
+    kept: Mapping[_Key, tuple[str | None, Shard | None]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def digests(self, kind: str) -> dict[str, str | None]:
+        """Return the digests of this ``kind`` of tensors by name."""
+        return {name: found for (of, name), (found, _) in self.kept.items() if of == kind}
 
 
 class StepRecording:
@@ -56,8 +61,7 @@ class StepRecording:
         self._microbatches: Iterable[Any] | None = None
         self._own_name, self._timeout_s = own_name, timeout_s
         self._exchange: Exchange = exchange()
-        self._tensors: dict[str, dict[str, Tensor | None]] = {kind: {} for kind in _KINDS}
-        self._shards: dict[tuple[str, str], Shard] = {}
+        self._kept: dict[_Key, tuple[Tensor | None, Shard | None]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._losses: tuple[float, ...] = ()
         self._norm: float | None = None
@@ -87,10 +91,6 @@ class StepRecording:
         """Give up, because a record without the reported norm is incomplete."""
         self.refuse(f"the norm: {why}")
 
-    def stages_moved(self, stages: object) -> frozenset[int]:
-        """Return nothing: weights are unknown meanwhile."""
-        return frozenset()
-
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Catch errors inside: they prevent the record, and not the job."""
@@ -104,13 +104,16 @@ class StepRecording:
     def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
         """Combine all ranks' observations; rank 0 writes the record. If the step failed, ranks wait only briefly."""
         bound_s = self._timeout_s if ended else min(self._timeout_s, END_S)
-        mine, laid_out = _RankStep(Arrival({}, None, "")), list[str]()
+        mine, addresses = _RankStep(Arrival({}, None, "")), list[str]()
         with self.noting():
             if not ended:
                 raise RecordError("the step raised")
             if self._step is not None:
                 self._take_weights(self._step, "updated weight")
-                laid_out += self._laid_out()
+                for key, (tensor, _) in self._kept.items():
+                    if tensor is not None:
+                        addresses.append(_address(key, self._exchange.rank))
+                        self._exchange.give(addresses[-1], tensor)
                 mine = self._observe(self._step)
         if self.problem:
             mine = _RankStep(Arrival({}, None, self.problem))
@@ -129,7 +132,7 @@ class StepRecording:
             self.problem = self._exchange.finish(self.problem, what="the record", bound_s=bound_s)[0]
         except RanksAbsent as absent:
             self.refuse(str(absent))
-        self._exchange.clear(laid_out)
+        self._exchange.clear(addresses)
         if self.problem and self._exchange.rank == 0:
             warnings.warn(f"the step was not recorded: {self.problem}", stacklevel=5)
 
@@ -144,18 +147,7 @@ class StepRecording:
 
     def _keep(self, kind: str, name: str, part: Tensor | None, shard: Shard | None) -> None:
         """Copy this rank's part. It asks no other rank, because an absent one would block the job."""
-        self._tensors[kind][name] = None if part is None else part.detach().to("cpu", copy=True)
-        if shard is not None:
-            self._shards[kind, name] = shard
-
-    def _laid_out(self) -> Iterator[str]:
-        """Publish every tensor of this rank for rank 0; yield their names."""
-        for kind, named in self._tensors.items():
-            for name, tensor in named.items():
-                if tensor is not None:
-                    address = _address(kind, name, self._exchange.rank)
-                    self._exchange.give(address, tensor)
-                    yield address
+        self._kept[kind, name] = None if part is None else part.detach().to("cpu", copy=True), shard
 
     def _observe(self, step: FrameworkStep) -> _RankStep:
         held = {
@@ -164,17 +156,13 @@ class StepRecording:
             for name, _ in module.named_parameters(remove_duplicate=False)
         }
         given = None if self._microbatches is None else content_digests(self._microbatches)
-        digests = {
-            kind: {name: None if one is None else digest(one) for name, one in named.items()}
-            for kind, named in self._tensors.items()
-        }
-        arrival = Arrival(held, given, self.problem)
-        return _RankStep(arrival, self._losses, self._norm, digests, self._shards, self._shapes)
+        kept = {key: (None if one is None else digest(one), shard) for key, (one, shard) in self._kept.items()}
+        return _RankStep(Arrival(held, given, self.problem), self._losses, self._norm, kept, self._shapes)
 
 
-def _address(kind: str, name: str, rank: int) -> str:
+def _address(key: _Key, rank: int) -> str:
     """Return the address of a rank's published tensor."""
-    return f"recorded {kind} {name} of rank {rank}"
+    return f"recorded {' '.join(key)} of rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -187,11 +175,11 @@ class _AllRanks:
     def record(self, framework: str) -> Record:
         """Return the record. Raises ``RecordError`` if it is impossible."""
         arrivals = [one.arrival for one in self.every]
-        run, wrong = run_of(arrivals)
-        if problems := {rank: one.problem for rank, one in enumerate(arrivals) if one.problem} or wrong:
+        run, problems = run_of(arrivals)
+        if problems:
             raise RecordError(describe_problems(problems))
         before, gradients = self._by_name("weight"), self._by_name("gradient")
-        moved = any(one.digests["weight"] != one.digests["updated weight"] for one in self.every)
+        moved = any(one.digests("weight") != one.digests("updated weight") for one in self.every)
         after = self._by_name("updated weight") if moved else {}  # without an optimizer no weight is another
         losses = self._losses(run)
         norms = {rank: one.norm for rank, one in enumerate(self.every) if one.norm is not None}
@@ -237,48 +225,43 @@ class _AllRanks:
         return losses
 
     def _by_name(self, kind: str) -> dict[str, Tensor | None]:
-        """Return each tensor once; copies on several ranks must agree."""
+        """Return each tensor once, assembled from ranks; copies must agree. A tied weight is whole on each stage."""
         holders: dict[str, dict[int, list[int]]] = {}  # ranks with it, by stage
         for rank, one in enumerate(self.every):
-            for name in one.digests.get(kind, {}):
+            for name in one.digests(kind):
                 holders.setdefault(name, {}).setdefault(one.arrival.held[name], []).append(rank)
-        return {name: self._one(kind, name, [*stages.values()]) for name, stages in holders.items()}
+        found: dict[str, Tensor | None] = {}
+        for name, stages in holders.items():
+            first, *others = (self._of_stage((kind, name), ranks) for ranks in stages.values())
+            for other in others:
+                if other is not first and (other is None or first is None or not same_bits(other, first)):
+                    raise RecordError(f"copies of {name} have another {kind}: {_TELLS}")
+            found[name] = first
+        return found
 
-    def _one(self, kind: str, name: str, stages: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return the tensor assembled from ranks; with a tied weight, each stage's copy is whole."""
-        first, *others = (self._of_stage(kind, name, ranks) for ranks in stages)
-        for one in others:
-            if one is not first and (one is None or first is None or not same_bits(one, first)):
-                raise RecordError(f"copies of {name} have another {kind}: {_TELLS}")
-        return first
-
-    def _of_stage(self, kind: str, name: str, ranks: Sequence[int]) -> Tensor | None:
-        holders: dict[Shard | None, list[int]] = {}  # None: whole
+    def _of_stage(self, key: _Key, ranks: Sequence[int]) -> Tensor | None:
+        (kind, name), holders = key, dict[Shard | None, list[int]]()  # None: whole
         for rank in ranks:
-            holders.setdefault(self.every[rank].shards.get((kind, name)), []).append(rank)
+            holders.setdefault(self.every[rank].kept[key][1], []).append(rank)
         if None in holders and len(holders) > 1:
             raise RecordError(f"rank {holders[None][0]} has no part of the {kind} of {name}, and others have: {_TELLS}")
-        for members in holders.values():
-            self._check_same(kind, name, members)
-        shards = [shard for shard in holders if shard is not None]
-        if not shards:
-            return self._take(kind, name, ranks[0])
-        if why := find_untiled(shards):
+        parts = list[tuple[Shard | None, Tensor | None]]()
+        for shard, (first, *others) in holders.items():
+            own = self.every[first].kept[key][0]
+            for other in others:
+                if self.every[other].kept[key][0] != own:
+                    raise RecordError(
+                        f"ranks {first} and {other} have another {kind} of {name}: a record has one; {_TELLS}"
+                    )
+            parts.append((shard, None if own is None else self.take(_address(key, first))))
+        if None in holders:
+            return parts[0][1]
+        shards = [(shard, part) for shard, part in parts if shard is not None]
+        if why := find_untiled([shard for shard, _ in shards]):
             raise RecordError(f"what ranks have of the {kind} of {name} is not all of it: {why}; {_TELLS}")
-        whole = join_shards([(shard, self._take(kind, name, holders[shard][0])) for shard in shards])
+        whole = join_shards(shards)
         assert whole is not None, "no part that has elements is None"
         return whole.view(self.every[ranks[0]].shapes[name])
-
-    def _check_same(self, kind: str, name: str, ranks: Sequence[int]) -> None:
-        """Raise ``RecordError`` unless ``ranks`` agree."""
-        found = {rank: self.every[rank].digests[kind][name] for rank in ranks}
-        first = ranks[0]
-        if (other := next((rank for rank in ranks if found[rank] != found[first]), None)) is not None:
-            raise RecordError(f"ranks {first} and {other} have another {kind} of {name}: a record has one; {_TELLS}")
-
-    def _take(self, kind: str, name: str, rank: int) -> Tensor | None:
-        """Take a rank's published tensor."""
-        return None if self.every[rank].digests[kind][name] is None else self.take(_address(kind, name, rank))
 
 
 @contextmanager

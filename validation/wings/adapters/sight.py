@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeproof.core.observe.initial_weights import step_begins
 from pipeproof.core.observe.shards import whole_here
-from pipeproof.core.observe.watching import watch
 from pipeproof.records.record import RecordError
 from pipeproof.whitebox.handed_back import Gradient, StepResult, copy_gradient
 from pipeproof.whitebox.task import WhiteBoxError
@@ -20,8 +18,6 @@ from pipeproof.wings.adapters.step import FrameworkStep
 TWO_STEPS = "the block took more than one step of the optimizer: put one step into it"
 NORM_IN_PARTS = "it is a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
-
-_STEPPED = "weights changed in the step, and gradients were not observed before: pass optimizer= to StageByStage"
 
 
 class Observation:
@@ -69,22 +65,11 @@ class Observation:
         self._norm = float(whole)
 
 
-@contextmanager
-def observing(observed: Observation, step: FrameworkStep) -> Iterator[None]:
-    """Watch the step while open, for ``observed``. It begins with current weights."""
-    step_begins(step.sum_of)
-    with step.watching(observed):
-        for module in step.stages.values():
-            watch(module, when=step.when)
-        yield
-
-
 class Looks(Protocol):
     """Receives a job's step: a check, or a recording. It keeps its own errors, and never ends the job.
 
     noting: catches errors inside. refuse: drops this rank's part. gradients: before the optimizer's step. report:
-    losses of microbatches, undivided, or the norm. miss_norm: why a norm cannot be reported. moved: stages whose
-    weights are known to have changed.
+    losses of microbatches, undivided, or the norm. miss_norm: why a norm cannot be reported.
     """
 
     def noting(self) -> AbstractContextManager[None]: ...
@@ -96,8 +81,6 @@ class Looks(Protocol):
     def report(self, *, losses: Sequence[float] | None = None, norm: float | None = None) -> None: ...
 
     def miss_norm(self, why: str) -> None: ...
-
-    def stages_moved(self, stages: Mapping[int, nn.Module]) -> frozenset[int]: ...
 
 
 class JobSight:
@@ -157,8 +140,6 @@ class JobSight:
             self._to.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
-                if self._to.stages_moved(self._step.stages):
-                    self._to.refuse(_STEPPED)
                 self.complete()
         except WhiteBoxError as unfinished:
             self._to.refuse(str(unfinished))

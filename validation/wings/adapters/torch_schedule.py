@@ -50,39 +50,31 @@ def step_of_schedule(schedule: Any, modules: Sequence[nn.Module], name: Callable
 def _watching(
     schedule: Any, recorders: list[Recorder], losses: list[Tensor], drawn: Drawn, sight: Sight
 ) -> Iterator[None]:
-    """Note losses and data, and notify ``sight`` of clipping and the norm, while open."""
+    """Note losses and data, and notify ``sight`` of clipping and the norm, while open.
+
+    Every torch accepts the step's microbatches.
+    """
     with ExitStack() as stack:
         recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
         stack.callback(recorders[-1].stop)
         clipped = stack.enter_context(report_clipping(sight))
-        stack.enter_context(around(schedule, "step", _step_noted(schedule, (losses, drawn), sight, clipped)))
+
+        def step(inner: Any, *given: Any, **named: Any) -> Any:
+            if clipped and getattr(schedule, "_has_backward", True):  # training after clipping is a second step
+                sight.complete()
+            for inputs in (given, *(named.get("arg_mbs") or ())):
+                if inputs:
+                    drawn.note_rows(inputs[:1])  # of the first stage
+            drawn.note_targets([named.get("target"), *(named.get("target_mbs") or ())])
+            found = named.get("losses")
+            found = [] if found is None else found
+            call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
+            made = call(*given, **{**named, "losses": found})
+            losses.extend(loss.detach().clone() for loss in found)
+            return made
+
+        stack.enter_context(around(schedule, "step", step))
         yield
-
-
-def _step_noted(
-    schedule: Any, notes: tuple[list[Tensor], Drawn], sight: Sight, clipped: Sequence[Tensor]
-) -> Callable[..., Any]:
-    """Wrap ``schedule.step``: note losses and inputs of the first stage; every torch accepts its microbatches.
-
-    Training after clipping, whose norm is in ``clipped``, belongs to a second step: ``sight`` is notified.
-    """
-    losses, drawn = notes
-
-    def step(inner: Any, *given: Any, **named: Any) -> Any:
-        if clipped and getattr(schedule, "_has_backward", True):
-            sight.complete()
-        for inputs in (given, *(named.get("arg_mbs") or ())):
-            if inputs:
-                drawn.note_rows(inputs[:1])
-        drawn.note_targets([named.get("target"), *(named.get("target_mbs") or ())])
-        found = named.get("losses")
-        found = [] if found is None else found
-        call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
-        made = call(*given, **{**named, "losses": found})
-        losses.extend(loss.detach().clone() for loss in found)
-        return made
-
-    return step
 
 
 @contextmanager

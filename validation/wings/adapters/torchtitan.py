@@ -269,17 +269,12 @@ def _build(reference: Callable[[], nn.Module], packed: Packed) -> Called:
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    named = {name: one for name, one in inputs.items() if name != "input"}
-    return model(inputs["input"], **named, **_masks(model, named))
-
-
-def _masks(model: Any, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the trainer's masks for this kind of attention, made from positions."""
+    """Call the model, with the trainer's masks for this kind of attention, made from positions."""
+    named: dict[str, Any] = {name: one for name, one in inputs.items() if name != "input"}
     attention = getattr(getattr(model, "config", None), "first_attention", None)
     inner = getattr(attention, "inner_attention", None)
-    if inner is None or "positions" not in named:
-        return {}
-    place = TORCHTITAN.module("models.common.attention")
-    if not isinstance(inner, place.FlexAttention.Config | place.VarlenAttention.Config):
-        return {}
-    return {"attention_masks": model.get_attention_masks(positions=named["positions"])}
+    if inner is not None and "positions" in named:
+        place = TORCHTITAN.module("models.common.attention")
+        if isinstance(inner, place.FlexAttention.Config | place.VarlenAttention.Config):
+            named["attention_masks"] = model.get_attention_masks(positions=named["positions"])
+    return model(inputs["input"], **named)

@@ -43,7 +43,13 @@ class Stage(nn.Module):
         if not 0 <= number < of:
             raise AdapterError(f"stage {number} of {of}: expected a number from 0 to {of - 1}")
         body = _body_of(model)
-        name, every = _layers_of(model, body)
+        count = model.config.num_hidden_layers
+        lists = ((name, one) for name, one in body.named_children() if isinstance(one, nn.ModuleList))
+        name, every = next(((name, one) for name, one in lists if len(one) == count), ("", nn.ModuleList()))
+        if not name:
+            raise AdapterError(
+                f"{type(body).__name__} has no list of its {count} layers: give validate your own stages"
+            )
         first, last = _even(len(every), number, of) if layers is None else layers
         if not 0 <= first <= last <= len(every):
             raise AdapterError(f"layers is {layers}: expected from and to, within 0 and {len(every)}")
@@ -61,8 +67,9 @@ class Stage(nn.Module):
         own._modules |= {} if self.is_first else {one: _NoEmbedding() for one in before}
         own._modules |= {} if self.is_last else {one: _AsItIs() for one in after}
         whole = _with(model, body, own)
-        if not self.is_last:
-            _leave_out(whole, model.get_output_embeddings())
+        if not self.is_last:  # it has no head, unless that is part of the body
+            head = model.get_output_embeddings()
+            whole._modules = {name: one for name, one in whole._modules.items() if one is not head}
         self._modules = whole._modules
         self._whole, self._body = [whole], [own]  # in lists, to keep them from becoming submodules
 
@@ -125,14 +132,6 @@ def _body_of(model: Any) -> Any:
     return model.get_decoder()
 
 
-def _layers_of(model: Any, body: nn.Module) -> tuple[str, nn.ModuleList]:
-    count = model.config.num_hidden_layers
-    for name, module in body.named_children():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise AdapterError(f"{type(body).__name__} has no list of its {count} layers: give validate your own stages")
-
-
 def _even(layers: int, number: int, of: int) -> tuple[int, int]:
     """Return the range of layers in an even cut, end excluded; the first stages get the rest."""
     if of > layers:
@@ -166,10 +165,3 @@ def _with(whole: Any, part: nn.Module, by: nn.Module) -> Any:
         if any(one is part for one in module.modules()):
             made._modules[name] = _with(module, part, by)
     return made
-
-
-def _leave_out(whole: nn.Module, head: nn.Module) -> None:
-    """Remove the head, unless it is part of the body."""
-    for name, module in list(whole._modules.items()):
-        if module is head:
-            del whole._modules[name]

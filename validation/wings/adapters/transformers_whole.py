@@ -41,7 +41,10 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], los
     by = divisor(loss)
     for number, one in enumerate(microbatches):
         _check(number, one)
-    inputs = [_inputs(one) for one in microbatches]
+    inputs = [
+        by_name({name: one for name, one in given.items() if name != "labels" and one is not None}, "input_ids")
+        for given in microbatches
+    ]
     packed = Packed.of(inputs)
     build = partial(WholeTransformers, reference, packed)
 
@@ -53,11 +56,6 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], los
 
     pairs = [(packed.pack(own), one["labels"]) for own, one in zip(inputs, microbatches, strict=True)]
     return Whole(reference, build, pairs, LossOfAll(of_all), Contract(loss_divisor=by), prepare)
-
-
-def _inputs(microbatch: HfBatch) -> dict[str, Tensor]:
-    found = {name: one for name, one in microbatch.items() if name != "labels" and one is not None}
-    return by_name(found, "input_ids")
 
 
 def _check(number: int, microbatch: Any) -> None:

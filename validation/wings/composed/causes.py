@@ -1,34 +1,24 @@
 """Why a composed check fails: what the chain shows, what each rank finds of its own gradients, both put together."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
+from typing import Any
 
 from torch import Tensor
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.judge import conclude
-from pipeproof.core.ledger import Ledger
 from pipeproof.core.measuring import trace_of
-from pipeproof.core.observe.sketch import Sketch, sketch
+from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.verdict import Verdict
-from pipeproof.explain.atoms import Update
-from pipeproof.explain.cause_rules import STALE
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explain_safely, explain_verdict
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.factors import by_loss_scale
 from pipeproof.explain.tied import Shares, of_copies
-from pipeproof.reference.copied import deep_copy
-from pipeproof.reference.step import Expected, Gradient, Site, dense
-from pipeproof.reference.traced import Traced
-from pipeproof.whitebox.crossings import is_near
-from pipeproof.wings.composed.collect import Begun
-from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.weights import weights_apart
 from pipeproof.wings.composed.whole import Whole
-from pipeproof.worlds.settings import drawing_apart
 
 _OF_PARTS = "put together on one rank it gives something else: is a reduction over its ranks missing?"
 _NOT_SUMMED = (
@@ -61,12 +51,7 @@ class RightStep:
 
     expected: Expected
     weights: Mapping[str, Tensor]
-    made: Update | None = None
-
-    @property
-    def update(self) -> Update:
-        assert self.made is not None, "no gradients are there to be explained"
-        return self.made
+    update: Any = None
 
 
 def explain(
@@ -92,9 +77,7 @@ def explain(
     if len({*replicas}) < len(wholes):  # put together of several ranks' parts, a stage is other code
         other = {one for one in shown if one.kind == "computation" and not one.in_backward}
         shown = tuple(replace(one, detail=f"{one.detail}; {_OF_PARTS}") if one in other else one for one in shown)
-    causes = _of_all(_add_own(shown, of_ranks), evidence.stages) or [
-        *not_summed([one.wrong for one in ranks], replicas)
-    ]
+    causes = _join(shown, of_ranks, evidence.stages) or [*not_summed([one.wrong for one in ranks], replicas)]
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
     undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
     return replace(found, causes=tuple(causes), undecided=() if causes else tuple(undecided))
@@ -120,24 +103,20 @@ def _of_chain(verdict: Verdict, whole: Whole, own: Mapping[int, OwnEvidence]) ->
     )
 
 
-def _add_own(shown: Sequence[Cause], own: Sequence[Cause]) -> list[Cause]:
+def _join(shown: Sequence[Cause], own: Sequence[Cause], stages: int) -> list[Cause]:
     """Merge causes ``shown`` by the chain with the ranks' ``own`` at other stages.
 
     For one stage, the chain's comes first in the flow. The less specific cause gives way: a backward that computed
-    something else, or weights that moved differently from their master copies.
+    something else, or weights that moved differently from their master copies. What all ``stages`` share is a cause at
+    the whole step.
     """
     less = {("computation", one.stage) for one in own}
     left = [one for one in shown if not (one.in_backward and (one.kind, one.stage) in less)]
     if any(one.kind == "update" for one in own):
         left = [one for one in left if one.kind != "update"]
     places = {stage for one in left for stage in (one.stage, *one.stages)} - {None}
-    return [*left, *(one for one in own if one.stage not in places)]
-
-
-def _of_all(causes: Sequence[Cause], stages: int) -> list[Cause]:
-    """Join ``causes`` that all stages share into a cause at the whole step."""
     alike: dict[Cause, list[Cause]] = {}
-    for cause in causes:
+    for cause in [*left, *(one for one in own if one.stage not in places)]:
         alike.setdefault(replace(cause, rank=None, stage=None, factor=None), []).append(cause)
     for those in alike.values():
         if 1 < stages == len(those):
@@ -152,119 +131,12 @@ def not_summed(ranks: Sequence[Mapping[Site, Pair]], replicas: Sequence[int]) ->
         pairs = {rank: wrong[stage, name] for rank, wrong in enumerate(ranks) if (stage, name) in wrong}
         groups = [tuple(rank for rank in pairs if replicas[rank] == replica) for replica in sorted({*replicas})]
         for group in [one for one in groups if len(one) > 1] or [tuple(pairs)]:
-            if _makes_up([pairs[rank] for rank in group]):
+            parts = [pairs[rank][0] for rank in group]
+            whole = reduce(Sketch.plus, parts)
+            sums = [all(whole.is_like(pairs[rank][1].times(n)) for rank in group) for n in (1, len(group))]
+            if any(sums) and not all(one.is_like(parts[0]) for one in parts):
                 found.setdefault((stage, group), []).append(name)
     for (stage, group), names in found.items():
         alone = names[0] if len(names) == 1 else None
         detail = _NOT_SUMMED.format(len(names), ", ".join(map(str, group)))
         yield Cause("not-reduced", rank=group[0], stage=stage, parameter=alone, detail=detail)
-
-
-def _makes_up(pairs: Sequence[Pair]) -> bool:
-    """True if the ranks' parts differ, and their sum or mean is the expected gradient."""
-    observed = [one for one, _ in pairs]
-    whole = reduce(Sketch.plus, observed)
-    unlike = any(not one.is_like(observed[0]) for one in observed)
-    return unlike and any(all(whole.is_like(one.times(times)) for _, one in pairs) for times in (1, len(pairs)))
-
-
-@dataclass(frozen=True)
-class StageGradients:
-    """The gradients of one stage on this rank, by the model's names.
-
-    ``full_names``: the model's name of each of the stage's. ``begun``: their values before the step. This rank observes
-    only its own shards; elements of other ranks are zero here.
-    """
-
-    full_names: Mapping[str, str]
-    observed: Mapping[str, Tensor | None]
-    begun: Begun
-    shards: OwnShards
-
-    def part(self, name: str, whole: Gradient) -> Gradient:
-        """Return a ``whole`` gradient, by the stage's name, with zeros for other ranks' elements."""
-        return self.shards.own_part(self.full_names[name], whole) if name in self.full_names else whole
-
-    def parts(self, whole: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
-        """Return all gradients this way, with all their elements."""
-        every = whole.items()
-        return {site: None if one is None else self.part(site[1], dense(one)) for site, one in every}
-
-
-_SEVERAL = "several calls have the number of one microbatch, so a number does not say which of them a gradient lacks"
-
-
-def own_causes(
-    own: StageRerun, ledger: Ledger, numbers: Sequence[int], gradients: StageGradients, *, placement: Sequence[int]
-) -> Verdict:
-    """Return a verdict on a rank's ``gradients`` of ``own``, with causes of mismatches.
-
-    ``ledger``: the mismatches. ``numbers``: the microbatch of each call. ``placement``: the rank of every stage. Small
-    differences are not split by microbatches: rounding of each is as large.
-    """
-    local, names = conclude(ledger, f"stage {own.stage}"), gradients.full_names
-    wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names.values()]
-    local = replace(local, mismatches=tuple(wrong))
-    if local.outcome == "unknown":
-        return local
-    found = explain_safely(local, lambda: explain_verdict(_of_stage(own, local, gradients, placement)))
-    batches = [numbers[k] for k in own.numbers]
-    several = {m for m, number in enumerate(batches) if batches.count(number) > 1}  # ambiguous numbers
-    if any(several & {*cause.microbatches} for cause in found.causes):
-        return replace(found, causes=(), undecided=(*found.undecided, _SEVERAL))
-    causes = [
-        replace(
-            cause,
-            rank=placement[own.stage],
-            stage=own.stage,
-            microbatches=tuple(sorted(batches[m] for m in cause.microbatches)),
-            parameter=None if cause.parameter is None else names.get(cause.parameter, cause.parameter),
-        )
-        for cause in found.causes
-    ]
-    return replace(found, causes=tuple(causes))
-
-
-def _of_stage(own: StageRerun, local: Verdict, gradients: StageGradients, placement: Sequence[int]) -> Evidence:
-    """Return the evidence about a stage by itself, like a model on one rank."""
-    stage, whole, names = own.stage, own.expected, gradients.full_names
-    observed = {(stage, name): gradients.observed[full] for name, full in names.items() if full in gradients.observed}
-    own_gradients = gradients.parts(observed)
-    given = tuple(replace(one, gradients=gradients.parts(one.gradients)) for one in whole.contributions)
-    expected = gradients.parts({site: one for site, one in whole.gradients.items() if site in own_gradients})
-    with drawing_apart():
-        model, sites = deep_copy(own.model), [*expected]
-        now = Traced(model, held=sites, batches=own.batches, loss=own.loss, losses=whole.losses, ends={})
-    for name, leaf in now.parameters(stage).items():
-        leaf.register_hook(partial(gradients.part, name))  # type: ignore[no-untyped-call]  # in torch
-    begun = ((name, gradients.shards.in_place(full, gradients.begun.get(full))) for name, full in names.items())
-    old = {(stage, name): one for name, one in begun if one is not None}
-    alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
-    update = Update(own_gradients, expected, now, old=old, placement=alone, ranks=ranks, stages=stages)
-    known = RightStep(replace(whole, gradients=expected, contributions=given), whole.before, update)
-    return Evidence(local, alone, len(own.batches), 1, gradients=own_gradients, norms=(), right=known)
-
-
-def causes_of_sums(
-    wrong: Mapping[str, tuple[Tensor, Tensor]], begun: Mapping[str, Tensor | None], rank: int, stage: int
-) -> list[Cause]:
-    """Find the one cause that explains all ``wrong`` gradients of a stage, each observed and as summed over replicas.
-
-    ``begun``: their values before the step.
-    """
-    pairs = {name: (one - expected, begun.get(name)) for name, (one, expected) in wrong.items()}
-    times = _one_of(None if old is None else sketch(rest).factor(sketch(old)) for rest, old in pairs.values())
-    if times is not None:
-        at = rank if times >= 1 else None  # for a part, another replica may have kept it
-        return [Cause("stale-gradient", at, stage, detail=f"{STALE}, {times:g} times")]
-    factor = _one_of(sketch(one).factor(sketch(expected)) for one, expected in wrong.values())
-    if factor is None or is_near(factor, 1.0):
-        return []
-    alone = next(iter(wrong)) if len(wrong) == 1 else None
-    return [Cause("scale", rank, stage, factor=factor, detail=f"{factor:g} times", parameter=alone)]
-
-
-def _one_of(factors: Iterable[float | None]) -> float | None:
-    """Return the common factor, to four digits; None if they differ, or one is None."""
-    found = {None if one is None else float(f"{one:.4g}") for one in factors}
-    return found.pop() if len(found) == 1 else None

@@ -23,8 +23,18 @@ from pipeproof.pipeline.action import Kind
 from pipeproof.whitebox.call_matching import CallOrder, Column
 from pipeproof.whitebox.crossings import Context, collect_sent, find_detached, passages_of
 from pipeproof.whitebox.tensor_index import TOGETHER, Places
-from pipeproof.wings.composed.link import Link, StageCalls
-from pipeproof.wings.composed.sources import TARGETS, Data, Input, Output, Source, Sources, as_sent, is_target
+from pipeproof.wings.composed.link import (
+    TARGETS,
+    Data,
+    Input,
+    Link,
+    Output,
+    Source,
+    Sources,
+    StageCalls,
+    as_sent,
+    is_target,
+)
 
 _AS_SENT = "its call came in the order of those before it"
 _UNNAMED = frozenset({"different", "noisy"})  # a gradient with further addends looks like these
@@ -72,9 +82,15 @@ class Chain:
         chain = self
         for stage, here in self.stages.items():
             pairs = list(zip(here.calls, chain.flowing(stage), strict=True))
-            if any(flowing != call.needing for call, flowing in pairs):
-                calls = tuple(_giving(call, flowing, trains=here.trains) for call, flowing in pairs)
-                chain = Chain({**chain.stages, stage: replace(here, calls=calls)}, self.data)
+            if all(flowing == call.needing for call, flowing in pairs):
+                continue
+            giving = list[frozenset[int]]()
+            for call, flowing in pairs:
+                made = {n for n, one in enumerate(call.outputs) if is_rounded(one.dtype)} - call.repeated.keys()
+                more = made if flowing - call.needing else frozenset[int]()
+                giving.append(call.giving | more if flowing or here.trains else frozenset())
+            calls = tuple(replace(call, giving=one) for call, one in zip(here.calls, giving, strict=True))
+            chain = Chain({**chain.stages, stage: replace(here, calls=calls)}, self.data)
         return chain
 
     def flowing(self, stage: int) -> list[frozenset[int]]:
@@ -82,23 +98,18 @@ class Chain:
 
         A call that needs none, though its sender does, lost it on the way.
         """
-        sent: dict[int, set[bytes] | None] = {}  # senders' tensors with a gradient, by input; None without a stage
+        found = [set[int]() for _ in self.stages[stage].calls]
         for number in (number for of, number in self.sources.inputs if of == stage):
             of, n = self.sources.of_inputs.get((stage, number), (None, 0))
-            sent[number] = None if of is None else {c.outputs[n].digest for c in self.stages[of].calls if n in c.giving}
-
-        def flows(number: int, call: Call) -> bool:
-            those = sent[number]
-            if number in call.needing:
-                return those is None or bool(those)
-            return those is not None and number not in call.given_again and call.inputs[number].digest in those
-
-        return [frozenset(n for n in range(len(call.inputs)) if flows(n, call)) for call in self.stages[stage].calls]
-
-    @property
-    def meant(self) -> int | None:
-        """First stage whose calls are about other microbatches than their inputs; None without one."""
-        return next((stage for stage, here in self.stages.items() if here.meant), None)
+            sent = {c.outputs[n].digest for c in (() if of is None else self.stages[of].calls) if n in c.giving}
+            for own, call in zip(found, self.stages[stage].calls, strict=True):
+                if number in call.needing:
+                    own |= {number} if of is None or sent else set()
+                elif (
+                    number < len(call.inputs) and number not in call.given_again and call.inputs[number].digest in sent
+                ):
+                    own.add(number)
+        return [frozenset(own) for own in found]
 
     def as_meant(self, pairs: Mapping[int, int]) -> "Chain | None":
         """Return the chain with calls meant for other microbatches, behind a crossing between two stages.
@@ -115,9 +126,15 @@ class Chain:
         return None
 
     def _order(self, stage: int) -> CallOrder:
+        """Number the calls of ``stage`` by most of their inputs; an input of unknown origin counts for none."""
         numbers, meant = list[int](), self.stages[stage].meant
         for call in self.stages[stage].calls:
-            those = {meant.get(m, m) for m in self._owners(stage, call)}
+            votes = Counter[int]()
+            for number, one in enumerate(call.inputs):
+                source = self.sources.of_inputs.get((stage, number))
+                brought = [] if source is None else self._sketches_from(source)
+                votes.update({m for m, sent in brought if sent.digest == one.digest})
+            those = {meant.get(m, m) for m, count in votes.items() if count == max(votes.values())}
             numbers.append(min(those - {*numbers} or those, default=UNKNOWN_MICROBATCH))
         usual = self.orders[stage - 1].numbers if stage - 1 in self.orders else ()
         left = [
@@ -128,15 +145,6 @@ class Chain:
             if number == UNKNOWN_MICROBATCH and left:
                 numbers[k], inferred[k] = left.pop(0), _AS_SENT
         return CallOrder(tuple(numbers), tuple(sorted(left)), inferred)
-
-    def _owners(self, stage: int, call: Call) -> set[int]:
-        """Return the microbatches that match most inputs of ``call``; an input of unknown origin counts for none."""
-        votes = Counter[int]()
-        for number, one in enumerate(call.inputs):
-            source = self.sources.of_inputs.get((stage, number))
-            brought = [] if source is None else self._sketches_from(source)
-            votes.update({m for m, sent in brought if sent.digest == one.digest})
-        return {m for m, count in votes.items() if count == max(votes.values())}
 
     def _sketches_from(self, source: Source) -> list[tuple[int, Sketch]]:
         """Return the tensors from this source, each with its microbatch if known."""
@@ -158,10 +166,21 @@ class Chain:
 
     def passages(self, links: Mapping[int, Sequence[Link]]) -> dict[int, Passed]:
         """Return the flow through every stage, given the ``links`` of rerun calls."""
-        again, sent = self._places(links)
+        again, sent = (Places(), Places()), (Places(), Places())  # of the rerun stages, and of the messages
         limits = {stage: Limits(float) for stage in links}
-        for stage, k, link in ((stage, k, link) for stage, own in links.items() for k, link in enumerate(own)):
-            limits[stage].update({(*at, k): limit for at, limit in link.allowed.items()})
+        for source in self.sources.sent:
+            for m, one in self._sketches_from(source):
+                sent[0].add(place_of(source), m, one)
+        for stage in self.stages:
+            for k, ((m, call), link) in enumerate(zip(self.calls(stage), links[stage], strict=True)):
+                limits[stage].update({(*at, k): limit for at, limit in link.allowed.items()})
+                if m == UNKNOWN_MICROBATCH:
+                    continue
+                for number, one in call.input_gradients.items():
+                    sent[1].add(input_of(stage, number), m, one)
+                for where, number in link.gives.keys() - link.strange:  # strange places have no expected value
+                    name = input_of(stage, number) if where == HANDED_ON else place_of((stage, number))
+                    again[where != MADE].add(name, m, link.gives[where, number])
         self._add_sums(sent[1], limits)
         columns = {stage: list(self._columns(stage, again, sent, limits[stage])) for stage in self.stages}
         content = collect_sent(
@@ -177,23 +196,6 @@ class Chain:
                 flow = replace(flow, crossings=tuple(map(_as_known, flow.crossings)))
             found[stage] = flow
         return found
-
-    def _places(self, links: Mapping[int, Sequence[Link]]) -> tuple[Both, Both]:
-        """Collect tensors and gradients from the rerun stages, and from the messages."""
-        again, sent = (Places(), Places()), (Places(), Places())
-        for source in self.sources.sent:
-            for m, one in self._sketches_from(source):
-                sent[0].add(place_of(source), m, one)
-        for stage in self.stages:
-            for (m, call), link in zip(self.calls(stage), links[stage], strict=True):
-                if m == UNKNOWN_MICROBATCH:
-                    continue
-                for number, one in call.input_gradients.items():
-                    sent[1].add(input_of(stage, number), m, one)
-                for where, number in link.gives.keys() - link.strange:  # strange places have no expected value
-                    name = input_of(stage, number) if where == HANDED_ON else place_of((stage, number))
-                    again[where != MADE].add(name, m, link.gives[where, number])
-        return again, sent
 
     def _add_sums(self, handed: Places, limits: Mapping[int, Limits]) -> None:
         """Sum the gradients that inputs ``handed`` back to an output with several consumers, and add the sums.
@@ -278,24 +280,18 @@ def together(chain: Chain, own: Mapping[int, Sequence[Call]]) -> tuple[Chain, di
     """
     stages, calls = dict(chain.stages), {stage: list(those) for stage, those in own.items()}
     for stage, here in sorted(stages.items(), reverse=True):
-        sent = [_gradients_sent_back(chain, stages, stage, m) for m in chain.orders[stage].numbers]
-        both = [call.together(one) for call, one in zip(calls.get(stage, here.calls), sent, strict=True)]
+        sent: dict[int, dict[int, list[Sketch]]] = {}  # what consumers, sure or possible, sent back, by microbatch
+        for number, inputs in ((number, inputs) for (of, number), inputs in chain.consumers.items() if of == stage):
+            for consumer, at in sorted(inputs):
+                for m, call in zip(chain.orders[consumer].numbers, stages[consumer].calls, strict=True):
+                    if at in call.input_gradients:
+                        back = sent.setdefault(m, {}).setdefault(number, [])
+                        back += [call.input_gradients[at], *call.in_parts.get(at, ())]
+        numbered = zip(calls.get(stage, here.calls), chain.orders[stage].numbers, strict=True)
+        both = [call.together(sent.get(m, {})) for call, m in numbered]
         stages[stage] = replace(here, calls=tuple(replace(call, again=None) for call in both))
         calls |= {stage: both} if stage in own else {}
     return Chain(stages, chain.data), calls
-
-
-def _gradients_sent_back(
-    chain: Chain, stages: Mapping[int, StageCalls], stage: int, microbatch: int
-) -> dict[int, list[Sketch]]:
-    """Return the gradients that consumers, sure or possible, handed back for each output of ``stage``."""
-    found: dict[int, list[Sketch]] = {}
-    for (of, number), inputs in chain.consumers.items():
-        for consumer, at in sorted(inputs) if of == stage else ():
-            pairs = zip(chain.orders[consumer].numbers, stages[consumer].calls, strict=True)
-            for call in (call for m, call in pairs if m == microbatch and at in call.input_gradients):
-                found.setdefault(number, []).extend([call.input_gradients[at], *call.in_parts.get(at, ())])
-    return found
 
 
 def why_unsure(stage: int, here: StageCalls, links: Sequence[Link]) -> str:
@@ -314,14 +310,6 @@ def why_unsure(stage: int, here: StageCalls, links: Sequence[Link]) -> str:
 def _as_known(one: Crossing) -> Crossing:
     unnamed = one.where == RECEIVED and one.really is not None and one.really.kind in _UNNAMED
     return replace(one, same=True, judged=False) if unnamed and one.judged else one
-
-
-def _giving(call: Call, flowing: frozenset[int], *, trains: bool) -> Call:
-    """Return ``call`` with gradients ``flowing`` to these inputs. ``trains``: its stage has trainable weights."""
-    if flowing - call.needing:
-        made = {n for n, one in enumerate(call.outputs) if is_rounded(one.dtype)}
-        return replace(call, giving=call.giving | made - call.repeated.keys())
-    return call if flowing or trains else replace(call, giving=frozenset())
 
 
 def place_of(source: Source) -> str:

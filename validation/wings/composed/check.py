@@ -1,9 +1,10 @@
 """Check one step of a running job link by link; each rank needs only its own stages."""
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from pipeproof.core.limits import coarsest, precision_among, precision_of
 from pipeproof.core.observe.calls import Call
-from pipeproof.core.observe.digest import contents
-from pipeproof.core.observe.shards import Shard
+from pipeproof.core.observe.digest import contents, digest
+from pipeproof.core.observe.shards import Shard, local_tensor
 from pipeproof.core.observe.watching import Watcher
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.explain import explain_safely
@@ -26,7 +27,8 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.step_parts import how_ranks_ended, not_compared
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.again import keep_undisturbed
-from pipeproof.reference.snapshot import Snapshot
+from pipeproof.reference.snapshot import Snapshot, keep_unchanged
+from pipeproof.reference.step import Site
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.composed.causes import OwnEvidence, explain
@@ -38,8 +40,8 @@ from pipeproof.wings.composed.link import Link, StageCalls
 from pipeproof.wings.composed.loss import Division
 from pipeproof.wings.composed.reruns import RerunNote, Reruns
 from pipeproof.wings.composed.rounding import length_in_pieces
-from pipeproof.wings.composed.shards import OwnShards, lengths_of, other_data
-from pipeproof.wings.composed.start import Agreed, ChainStart, names_in
+from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.wings.composed.start import Agreed, ChainStart
 from pipeproof.wings.composed.sums import ReplicaSums, StageShares
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.wings.composed.weights import RENAMED, enter_equal, explain_hand_cut, not_one, weights_here
@@ -49,18 +51,19 @@ from pipeproof.worlds.rank_report import RankReport
 from pipeproof.worlds.settings import drawing_apart
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
+_SILENT = (
+    "stage {} has parameters to train, and ran without gradients, as under no_grad: call requires_grad_(False) on "
+    "them, if that is meant"
+)
+_LOST = (
+    "stages were run again, and what this changed in the job cannot be put back: {}; keep it where neither they nor "
+    "the loss lead to, or check against a SingleDevice"
+)
+_OTHER_DATA = (
+    "ranks that have a stage together are given other inputs in their first stage, or the same in another order: give "
+    "each the same at the same time"
+)
 _OF_THE_LOSS = "the loss trains weights that no stage holds: let the last stage's module hold them"
-
-
-@dataclass(frozen=True)
-class ChainPart:
-    """A rank's observation of the step: its end, its part of the chain, and mismatches."""
-
-    report: RankReport
-    own: OwnPart
-    found: OwnEvidence
-    problem: str = ""
-    no_norm: str = ""
 
 
 class ComposedCheck(CheckedStep):
@@ -120,9 +123,17 @@ class ComposedCheck(CheckedStep):
         known: Mapping[str, Gradient] | None = {}  # useless here, but others wait for this rank
         with self.noting():
             known = None if named is None else gradients_of(named, self._own.places)
-        given = self._given, self._watched.arguments
-        state = self._by.keep_unchanged(self._own.modules, given, self._weights, self.refuse)
-        with self.noting(), state as snapshot, drawing_apart(), keep_undisturbed(self._own.modules.values()):
+        modules, by = self._own.modules, self._by
+        every = {k: modules[k].named_parameters(remove_duplicate=False) for k in self._weights}
+        state = keep_unchanged(
+            *(modules, by.loss_fn, by.generators, (self._given, self._watched.arguments)),
+            lean=[by.optimizers, by.masters, by.scaler],
+            host=by.host,
+            digest=lambda one: digest(local_tensor(one)),
+            begun={id(one): self._weights[k][name] for k, named in every.items() for name, one in named},
+            lost=lambda what: self.refuse(_LOST.format(what)),
+        )
+        with self.noting(), state as snapshot, drawing_apart(), keep_undisturbed(modules.values()):
             try:
                 self._part_of_chain = self._make(known, snapshot)
             except RanksAbsent as absent:
@@ -139,19 +150,27 @@ class ComposedCheck(CheckedStep):
             start = ChainStart.of(self._given, self._own, self._by, together=self._shards.together)
             whole = self._by.whole()
         arrivals: list[Arrival] = self._arrivals()
-        problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
-        run, wrong = run_of(arrivals)
-        if problems := problems or wrong:
+        run, problems = run_of(arrivals)
+        if problems:
             return describe_problems(problems)
         starts = self._gather(start.with_data(self._given), "the microbatches of the checked step")
         agreed = Agreed.of(run, self._exchange.rank, arrivals, starts, bound_s=self._bound_s)
         if problems := agreed.problems:
             return describe_problems(problems)
-        agreed = replace(agreed, only=self._by.only(self._turn, agreed.last + 1))
-        self._agreed = agreed if whole is None else replace(agreed, first=names_in(whole), known=True)
+        self._agreed = agreed = replace(
+            agreed, only=None if self._by.stages == "all" else self._turn % (agreed.last + 1)
+        )
+        if whole is not None:
+            names: dict[int, str] = {}
+            every = whole.named_parameters(remove_duplicate=False)
+            first = {name: names.setdefault(id(one), name) for name, one in every}
+            self._agreed = agreed = replace(agreed, first=first, known=True)
         self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
-        if isinstance(self._by.loss_fn, LossOfAll):
-            self._take_loss(self._by.loss_fn)
+        if isinstance(loss_fn := self._by.loss_fn, LossOfAll):  # of the targets of all replicas
+            targets = None if self._given is None else [(None, target) for _, target in self._given]
+            pairs = agreed.lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
+            with self.noting():
+                self._by = replace(self._by, loss_fn=loss_fn.of(pairs))
         self.begin(self._own.gradients)
         self._early.open(one for module in self._own.modules.values() for one in module.parameters())
         self._scale = self._by.scale
@@ -163,13 +182,6 @@ class ComposedCheck(CheckedStep):
                 self._weights[stage] = contents(module)
         return ""
 
-    def _take_loss(self, loss_fn: LossOfAll) -> None:
-        """Build the loss over the targets of all replicas."""
-        targets = None if self._given is None else [(None, target) for _, target in self._given]
-        every = self._agreed.lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
-        with self.noting():
-            self._by = replace(self._by, loss_fn=loss_fn.of(every))
-
     @property
     def _declared(self) -> bool:
         """True if a scaler or the contract declares the scale of losses."""
@@ -180,28 +192,34 @@ class ComposedCheck(CheckedStep):
         for stage, why in self._watched.unseen.items():
             self.refuse(f"stage {stage} was not observed, and cannot be run again: {why}")
         every, calls, unsure = self._collect()
-        of_line = {stage: one for part in self._agreed.lines.of_line(every) for stage, one in part.items()}
-        extra = ExtraCalls.among(of_line, self._agreed.data)
+        agreed, lines, own = self._agreed, self._agreed.lines, self._own
+        of_line = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
+        extra = ExtraCalls.among(of_line, agreed.data)
         again = self._reruns(every, extra, calls)
-        left = self._own.gradients if named is None else named
+        left = own.gradients if named is None else named
         here, division, lost = self._rerun(again, left, snapshot)
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
-        peers, parts = self._agreed.peers, self._agreed.lines.together
-        replicas = ReplicaSums(self._exchange, peers, self._shards, parts, self._watched.comm_hooks(self._own))
-        expected = self._sum(again, replicas, division)
+        # Gradients are summed over replicas, then over stages that share a parameter.
+        hooks, names = self._watched.comm_hooks(own), (agreed.first, agreed.copies, own.places)
+        replicas = ReplicaSums(self._exchange, agreed.peers, self._shards, lines.together, hooks)
+        sums = {own.rename(one.stage, name): g for one in again.stages for name, g in one.gradients.items()}
+        sums |= replicas.sum(sums)
+        self._shares = StageShares(self._exchange, *names, self._bound_s, replica=lines.own)
+        expected = division.divide(sums | self._shares.join(None if self._why else sums))
         observed = {name: self._shards.in_whole(name, one, expected.get(name)) for name, one in here.items()}
-        sums = self._shards, replicas, self._shares
-        doubts = self._begun, lost, dict(unsure)
-        gradients = OwnGradients(self._ledger, self._agreed, division, *sums, *doubts, self._found)
-        for own in again.stages:
-            gradients.compare(own, again.chain.orders[own.stage].numbers, expected, observed)
-        for why in self._begun.stages_without_gradients(self._own, again.calls):
-            self._ledger.doubt("presence", why)
+        holders, doubts = (self._shards, replicas, self._shares), (self._begun, lost, dict(unsure))
+        gradients = OwnGradients(self._ledger, agreed, division, *holders, *doubts, self._found)
+        for one in again.stages:
+            gradients.compare(one, again.chain.orders[one.stage].numbers, expected, observed)
+        for stage, module in own.modules.items():
+            silent = bool(again.calls[stage]) and all(call.silent and not call.ran for call in again.calls[stage])
+            if silent and any(one.requires_grad for one in module.parameters()):
+                self._ledger.doubt("presence", _SILENT.format(stage))
         extra.enter(self._ledger, again.calls)
         self._foresee(again, here, lost, unsure)
         self._found.causes += again.find_exchanged_targets(self._exchange.rank)
         self._found.scale = LossScale(division.scaled, self._by.scale) if self._declared else None
-        self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in self._own.parameters.items()}
+        self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in own.parameters.items()}
         return self._part_of(again, expected, gradients.unsure)
 
     def _collect(self) -> tuple[list[Mapping[int, StageCalls]], dict[int, list[Call]], dict[str, str]]:
@@ -232,11 +250,14 @@ class ComposedCheck(CheckedStep):
         for why in refusals(chain):
             self.refuse(why)
         others = {stage: lines.of_parts(every, stage, len(those)) for stage, those in calls.items()}
-        if lines.together > 1 and (obstacle := other_data(calls.get(first, ()), others.get(first, ()))):
-            self.refuse(obstacle)
+        given = [[[one.digest for one in call.inputs] for call in there] for there in others.get(first, ())]
+        own_data = [[one.digest for one in call.inputs] for call in calls.get(first, ())]
+        if lines.together > 1 and any(there != own_data for there in given):
+            self.refuse(_OTHER_DATA)
         modules, said = self._shards.modules(self._agreed.peers), self._by.contract
         declared, divisor = self._declared, lines.own_divisor(said.loss_divisor, self.microbatches)
-        alike = said.loss_divisor is not None or self._agreed.alike
+        counts = {len(one.data) for one in self._agreed.starts if one.data is not None}
+        alike = said.loss_divisor is not None or len(counts) == 1
         return Reruns(
             Division(self._by.accumulation, self._scale, divisor, lines.replicas, alike, declared),
             modules,
@@ -273,15 +294,6 @@ class ComposedCheck(CheckedStep):
         here = self._shards.lying(left, [every[rank][1] for rank in self._agreed.peers.ranks])
         return here, division, frozenset(stage for note in notes for stage in note.lost)
 
-    def _sum(self, again: Reruns, replicas: ReplicaSums, division: Division) -> dict[str, Tensor | None]:
-        """Return the expected gradients by name, summed over replicas, then over stages that share a parameter."""
-        sums = {self._own.rename(own.stage, name): one for own in again.stages for name, one in own.gradients.items()}
-        sums |= replicas.sum(sums)
-        agreed = self._agreed
-        names = agreed.first, agreed.copies, self._own.places
-        self._shares = StageShares(self._exchange, *names, self._bound_s, replica=agreed.lines.own)
-        return division.divide(sums | self._shares.join(None if self._why else sums))
-
     def _foresee(self, again: Reruns, here: Mapping[str, Any], lost: frozenset[int], unsure: Mapping[str, str]) -> None:
         """Predict the optimizer's update from the gradients ``here``."""
         optimizers, factor = self._by.optimizers, self._by.factor(0.0)
@@ -292,10 +304,16 @@ class ComposedCheck(CheckedStep):
                 self._after.give_up(not_known(lost) if lost else next(iter(unsure.values())))
             return
         if self._by.needs_norm:
-            sizes = {part: one for own in again.stages for part, one in self._shards.sizes(own.stage, here).items()}
+            names = [
+                (own.stage, self._own.rename(own.stage, name)) for own in again.stages for name in own.single_names
+            ]
+            gradients = {site: one for site in names if (one := here.get(site[1])) is not None}
+            sizes = {(*site, self._shards.lies(site[1])): length_in_pieces(one) for site, one in gradients.items()}
             every = self._gather(sizes, "the norms of gradients, by which they are clipped, or a step is skipped")
-            parts = {part: one for each in every for part, one in each.items()}
-            factor = self._by.factor(norm_of(lengths_of(parts), self._agreed.first))
+            lengths = dict[Site, float]()
+            for (stage, name, _), one in {part: one for each in every for part, one in each.items()}.items():
+                lengths[stage, name] = math.hypot(lengths.get((stage, name), 0.0), one)
+            factor = self._by.factor(norm_of(lengths, self._agreed.first))
         if optimizers:
             self._after.foresee(optimizers, self._shards.parameters, here, factor=factor)
 
@@ -320,19 +338,20 @@ class ComposedCheck(CheckedStep):
             self.refuse("gradients() was not called: call it between backward and clipping, on every rank")
         self._after.enter(self._weights, rank=self._exchange.rank)
 
-    def _part(self, about: RankReport) -> ChainPart:
+    def _part(self, about: RankReport) -> tuple[RankReport, OwnPart, OwnEvidence]:
         begun = self._shards.digests_by_name(self._weights)
         own = replace(self._part_of_chain or OwnPart(self._ledger), reported=self._reported, weights=begun)
-        found = replace(self._found, causes=[*self._found.causes, *self._after.causes])
-        return ChainPart(about, own, found, self._why, self._no_norm)
+        own = replace(own, problem=self._why, no_norm=self._no_norm)
+        return about, own, replace(self._found, causes=[*self._found.causes, *self._after.causes])
 
-    def _conclude(self, parts: Sequence[ChainPart]) -> Verdict:
+    def _conclude(self, parts: Sequence[tuple[RankReport, OwnPart, OwnEvidence]]) -> Verdict:
+        reports, own, evidence = zip(*parts, strict=True)
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         seconds, lines = perf_counter() - self._began, self._agreed.lines
-        obstacle = self._obstacle or describe_problems({part.report.rank: part.problem for part in parts})
+        obstacle = self._obstacle or describe_problems({report.rank: one.problem for report, one, _ in parts})
         said = obstacle and len(parts) == self._exchange.ranks  # the missing rank has given the reason
-        ended = how_ranks_ended([part.report for part in parts], None if said else self._absent)
-        weights = [one.own.weights for one in parts]
+        ended = how_ranks_ended(reports, None if said else self._absent)
+        weights = [one.weights for one in own]
         if lines.together > 1:
             obstacle = obstacle or explain_hand_cut(weights, lines.replica_of_rank)
         if ended is None and not obstacle:
@@ -340,10 +359,9 @@ class ComposedCheck(CheckedStep):
             obstacle = not_one(lines.of_line(weights), cure)
         if ended is not None or obstacle:
             return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
-        no_norm = next((part.no_norm for part in parts if part.no_norm), "")
-        wholes = Whole.of([part.own for part in parts], self._agreed, self._by, no_norm)
+        wholes = Whole.of(own, self._agreed, self._by)
         which = "" if self._agreed.only is None else f"stage {self._agreed.only} of "
-        title, evidence = f"{which}a step of this job, link by link", [part.found for part in parts]
+        title = f"{which}a step of this job, link by link"
         verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
         return explain_safely(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
 

@@ -1,17 +1,15 @@
 """Collection on a rank during a step: stages' calls, initial gradients, and optimizer steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeproof.core.observe.backward_lines import is_inside_a_backward
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.elements import any_nonzero, version
 from pipeproof.core.observe.fence import Fence
@@ -21,6 +19,7 @@ from pipeproof.core.observe.watching import Watcher
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
+from pipeproof.reference.graph import is_inside_a_backward
 from pipeproof.reference.step import dense
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.link import StageCalls
@@ -29,10 +28,6 @@ from pipeproof.wings.composed.rerun import StageRerun
 _UNSEEN = (
     "no call of stage {}'s module was observed: pass the module that is called, and call it itself, not its forward; "
     "compile it by torch.compile and pass what that returns, or compile the modules in it"
-)
-_SILENT = (
-    "stage {} has parameters to train, and ran without gradients, as under no_grad: call requires_grad_(False) on "
-    "them, if that is meant"
 )
 _WRITTEN = (
     "the gradient of {} in stage {} is not what backwards through the stage give: other code writes it, or it comes "
@@ -49,91 +44,80 @@ class WatchedStages:
 
     def __init__(self, by: AgainstItself, saw: Watcher | None = None) -> None:
         self._by, self._saw = by, saw
-        self._modules: dict[int, nn.Module] = {}
-        self._watchers: dict[int, Watcher] = {}
+        self._stages: dict[int, tuple[Watcher, nn.Module]] = {}
 
     def watch(self, stage: int, module: nn.Module, *, kept: bool) -> None:
         """Watch ``stage`` from now on. ``kept``: keep its calls for reruns."""
-        watcher = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators, linked=True)
-        self._modules[stage], self._watchers[stage] = module, self._saw or watcher
-        self._watchers[stage].watch(module)
+        own = Watcher(keep=self._by.keep if kept else None, generators=self._by.generators, linked=True)
+        self._stages[stage] = watcher, _ = self._saw or own, module
+        watcher.watch(module)
 
     def calls(self, microbatches: int) -> dict[int, list[Call]]:
         """Return each stage's calls about microbatches, given their number."""
         warmup, found = self._by.contract.warmup, dict[int, list[Call]]()
-        for stage, watcher, module in self._each():
+        for stage, (watcher, module) in self._stages.items():
             calls = watcher.calls(module, warmup=warmup) or []
             trained = [call for call in calls if call.ran]
             several = len(trained) >= microbatches or len(calls) > microbatches
             found[stage] = trained if several and not warmup else calls
+        # A loss's backward apart from the stage's leaves gradients handed back unobserved; so does an input's gradient
+        # that was asked for earlier, for example for a gradient penalty.
         for stage, loss in self.own_losses.items():
-            found[stage] = [_with_own_loss(call, apart=loss.apart) for call in found[stage]]
+            for k, call in enumerate(found[stage]):
+                several = any(len(those) > 1 for (is_output, _), those in call.parts.items() if not is_output)
+                parts = {at: those for at, those in call.parts.items() if at[0]}
+                if loss.apart or several:
+                    found[stage][k] = replace(call, input_gradients={}, in_parts={}, parts=parts)
         return found
 
     @property
     def unseen(self) -> dict[int, str]:
         """Reasons for incomplete observation, by stage."""
-        return {stage: why for stage, watcher, module in self._each() if (why := watcher.unseen(module))}
+        return {stage: why for stage, (watcher, module) in self._stages.items() if (why := watcher.unseen(module))}
 
     @property
     def arguments(self) -> list[object]:
         """Non-tensor arguments of the calls kept."""
-        every = (call.again for _, watcher, module in self._each() for call in watcher.calls(module) or ())
+        every = (call.again for watcher, module in self._stages.values() for call in watcher.calls(module) or ())
         return [again.others for again in every if again is not None]
 
     def public_calls(self, rank: int, calls: Mapping[int, Sequence[Call]]) -> dict[int, StageCalls]:
         """Return ``calls`` on this ``rank`` in the form sent to other ranks: without the means to rerun them."""
         found = {}
-        for stage, watcher, module in self._each():
+        for stage, (watcher, module) in self._stages.items():
             trains = any(one.requires_grad for one in module.parameters())
             alone = tuple(replace(call, again=None) for call in calls[stage])
             # For inner stages, these losses lie outside all stages.
-            found[stage] = StageCalls(rank, alone, outside=watcher.losses.outside(module), trains=trains)
+            found[stage] = StageCalls(rank, alone, outside=watcher.losses.outside.get(module), trains=trains)
         return found
 
     @property
     def own_losses(self) -> dict[int, OwnLoss]:
         """Losses made inside stages."""
-        every = ((stage, watcher.losses.of(module)) for stage, watcher, module in self._each())
+        every = ((stage, watcher.losses.own.get(module)) for stage, (watcher, module) in self._stages.items())
         return {stage: one for stage, one in every if one is not None}
 
     def comm_hooks(self, own: RankStages) -> dict[str, str]:
-        """Return the DDP communication hooks of this rank's ``own`` stages, by parameter name."""
+        """Return the names of DDP's communication hooks in this rank's ``own`` stages, except for plain averaging."""
         found: dict[str, str] = {}
-        for stage, watcher, module in self._each():
-            replicas = watcher.replicas(module)
-            if replicas is not None and (hook := _hook_of(replicas)):
-                found |= {own.rename(stage, name): hook for name, _ in module.named_parameters(remove_duplicate=False)}
+        for stage, (watcher, module) in self._stages.items():
+            if (replicas := watcher.replicas(module)) is None:
+                continue
+            if hooks := [one for one, _ in replicas._comm_hooks]:
+                name = getattr(hooks[-1], "__qualname__", type(hooks[-1]).__qualname__)
+                averages = hooks[-1] is default_hooks.allreduce_hook
+            else:
+                logged: dict[str, object] = replicas._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # in torch
+                name = str(logged.get("comm_hook", ""))
+                averages = name.endswith("ALLREDUCE")
+            if name and not averages:
+                found |= {own.rename(stage, one): name for one, _ in module.named_parameters(remove_duplicate=False)}
         return found
 
     def close(self) -> None:
         """From now on watch nothing."""
-        for watcher in self._watchers.values():
+        for watcher, _ in self._stages.values():
             watcher.close()
-
-    def _each(self) -> Iterator[tuple[int, Watcher, nn.Module]]:
-        return ((stage, self._watchers[stage], module) for stage, module in self._modules.items())
-
-
-def _with_own_loss(call: Call, *, apart: bool) -> Call:
-    """Return ``call`` of a stage with its own loss, if gradients handed back went unobserved: a backward ``apart``.
-
-    The same holds if an input's gradient was asked for earlier, for example for a gradient penalty.
-    """
-    several = any(len(those) > 1 for (is_output, _), those in call.parts.items() if not is_output)
-    parts = {at: those for at, those in call.parts.items() if at[0]}
-    return replace(call, input_gradients={}, in_parts={}, parts=parts) if apart or several else call
-
-
-def _hook_of(replicas: DistributedDataParallel) -> str:
-    """Return the name of DDP's communication hook; empty for plain averaging."""
-    hooks = [hook for hook, _ in replicas._comm_hooks]
-    if hooks:
-        name = getattr(hooks[-1], "__qualname__", type(hooks[-1]).__qualname__)
-        return "" if hooks[-1] is default_hooks.allreduce_hook else name
-    logged: dict[str, object] = replicas._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # in torch
-    built_in = str(logged.get("comm_hook", ""))
-    return "" if built_in.endswith("ALLREDUCE") else built_in
 
 
 class Begun:
@@ -166,13 +150,6 @@ class Begun:
             trained = {own.rename(stage, n): one.grad for n, one in module.named_parameters() if one.requires_grad}
             if not calls[stage] and (not trained or any(self.has_grown(*pair) for pair in trained.items())):
                 raise RecordError(_UNSEEN.format(stage))
-
-    def stages_without_gradients(self, own: RankStages, calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-        """Yield trainable stages that ran without gradients."""
-        for stage, module in own.modules.items():
-            silent = bool(calls[stage]) and all(call.silent and not call.ran for call in calls[stage])
-            if silent and any(one.requires_grad for one in module.parameters()):
-                yield _SILENT.format(stage)
 
     def note_elsewhere(
         self, own: RankStages, left: Mapping[str, Any], stage: StageRerun, wrote: Callable[[Tensor], bool]
@@ -210,7 +187,9 @@ class EarlyStep:
         def note_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
             held = (one for group in optimizer.param_groups for one in group["params"])
             if self._then is None and any(id(one) in own for one in held):
-                self._then = [(one, one.grad, _version(one.grad)) for one in own.values()]
+                self._then = [
+                    (one, one.grad, one.grad if one.grad is None else version(one.grad)) for one in own.values()
+                ]
                 self._inside = is_inside_a_backward()
 
         self._close = register_optimizer_step_post_hook(self._fence.around(note_step)).remove
@@ -228,11 +207,7 @@ class EarlyStep:
             raise RecordError(f"the steps of optimizers were not observed: {self._fence.broken}")
         then = self._then
         over = then is not None and all(
-            one.grad is None or (one.grad is gradient and _version(gradient) == was) for one, gradient, was in then
+            one.grad is None or (one.grad is gradient and version(one.grad) == was) for one, gradient, was in then
         )
         if self._inside or over:
             raise RecordError(_EARLY)
-
-
-def _version(gradient: Tensor | None) -> int | None:
-    return None if gradient is None else version(gradient)

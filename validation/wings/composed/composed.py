@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
@@ -11,22 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.core.contract import DEFAULTS, Contract
-from pipeproof.core.observe.digest import digest
-from pipeproof.core.observe.shards import local_tensor
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.generators import Generator, is_generator
 from pipeproof.reference.model import LossFn
-from pipeproof.reference.snapshot import Snapshot, keep_unchanged
 from pipeproof.reference.step import clip_factor
 from pipeproof.whitebox.expectation import OF_A_MODEL
 from pipeproof.whitebox.task import LossOfAll, WhiteBoxError, check_builds, check_loss_fn, check_module, name_of
 from pipeproof.worlds.settings import drawing_apart
 
-_LOST = (
-    "stages were run again, and what this changed in the job cannot be put back: {}; keep it where neither they nor "
-    "the loss lead to, or check against a SingleDevice"
-)
 _ONE_BY_ONE = "one by one"
 _OF_A_JOB = ("optimizer", "masters", "scaler", "generators", "every", "stages")
 _READ = ("loss_divisor", "loss_scale", "accumulation", "warmup", "ties", "names", "stages")
@@ -173,31 +165,6 @@ class AgainstItself(StepExpectation):
         if self.scaler is not None and not math.isfinite(norm):
             return None
         return clip_factor(norm, self.max_norm)
-
-    def only(self, turn: int, stages: int) -> int | None:
-        """Return the one stage, among ``stages``, to rerun in this checked step; None for all."""
-        return turn % stages if self.stages == _ONE_BY_ONE else None
-
-    def keep_unchanged(
-        self,
-        modules: Mapping[int, nn.Module],
-        given: object,
-        begun: Mapping[int, Mapping[str, bytes]],
-        refuse: Callable[[str], None],
-    ) -> AbstractContextManager[Snapshot]:
-        """Restore ``modules``, loss, optimizers, ``given`` and everything reachable from them on exit.
-
-        begun: digests of the initial weights, by stage and name. ``refuse`` is called with what cannot be restored.
-        """
-        every = {k: modules[k].named_parameters(remove_duplicate=False) for k in begun}
-        return keep_unchanged(
-            *(modules, self.loss_fn, self.generators, given),
-            lean=[self.optimizers, self.masters, self.scaler],
-            host=self.host,
-            digest=lambda one: digest(local_tensor(one)),
-            begun={id(one): begun[k][name] for k, named in every.items() for name, one in named},
-            lost=lambda what: refuse(_LOST.format(what)),
-        )
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Copy ``tensor`` to the place for kept ones; autograd accepts the copy, wherever made."""

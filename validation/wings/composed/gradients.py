@@ -1,21 +1,31 @@
 """A rank's gradients, compared with the gradients from its rerun stages."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from pipeproof.core.cause import Cause
 from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, LEAD
 from pipeproof.core.observe.shards import local_tensor
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import Floor, default_floor, lead, same_bits
-from pipeproof.core.verdict import describe_error
-from pipeproof.reference.step import Gradient
-from pipeproof.wings.composed.causes import OwnEvidence, StageGradients, causes_of_sums, own_causes
+from pipeproof.core.verdict import Verdict, describe_error
+from pipeproof.explain.atoms import Update
+from pipeproof.explain.cause_rules import STALE
+from pipeproof.explain.evidence import Evidence
+from pipeproof.explain.explain import explain_safely, explain_verdict
+from pipeproof.reference.copied import deep_copy
+from pipeproof.reference.step import Gradient, Site, dense
+from pipeproof.reference.traced import Traced
+from pipeproof.whitebox.crossings import is_near
+from pipeproof.wings.composed.causes import OwnEvidence, RightStep
 from pipeproof.wings.composed.collect import Begun
 from pipeproof.wings.composed.loss import Division
 from pipeproof.wings.composed.rerun import StageRerun
@@ -24,6 +34,7 @@ from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.start import Agreed
 from pipeproof.wings.composed.sums import ReplicaSums, StageShares
 from pipeproof.wings.composed.whole import not_known
+from pipeproof.worlds.settings import drawing_apart
 
 Gradients = Mapping[str, Tensor | None]
 _HOOKED = "hooks on its gradient may have made another of it, and are not run again: they may speak to other ranks"
@@ -35,6 +46,7 @@ _NO_CAUSE = (
     "gradients of replicas are no multiple of their sum, nor more by those of the step "
     "before: no other cause was sought there"
 )
+_SEVERAL = "several calls have the number of one microbatch, so a number does not say which of them a gradient lacks"
 _UNSOUGHT = "the cause was not sought: {}"
 
 
@@ -59,9 +71,8 @@ class Allowed(Unmeasured):
         observed, expected = self.observed.get(name), self.expected.get(name)
         # Where there are no replicas, and all that flows is as it was, sums alone may differ. How far they lead then
         # is known of narrow types.
-        if whole is not measured or stage.other or whole.precision.unit <= FP32.unit:
-            return whole
-        if not isinstance(observed, Tensor) or expected is None or observed.shape != expected.shape:
+        alone = whole is measured and not any(link.limits for link in stage.links) and whole.precision.unit > FP32.unit
+        if not alone or not isinstance(observed, Tensor) or expected is None or observed.shape != expected.shape:
             return whole
         far = lead(observed.detach(), expected) > LEAD * whole.precision.unit
         return replace(whole, lead=whole.led) if far else whole
@@ -105,7 +116,11 @@ class OwnGradients:
             return
         self._note_untrained(stage)
         allowed = Allowed(FP32, stage, names, self.replicas, observed, expected)
-        hooked = {name: why for name, why in self._list_hooked(names, observed) if not allowed.explains(name)}
+        hooks, parameters = self.replicas.hooks, self.shards.parameters
+        hooked = {name: Reason.HOOKS.doubt(_BY_HOOK.format(hooks[name])) for name in names if name in hooks}
+        own = [name for name in names if _has_hooks(parameters[name], observed.get(name))]
+        hooked |= dict.fromkeys(own, Reason.HOOKS.doubt(_HOOKED))
+        hooked = {name: why for name, why in hooked.items() if not allowed.explains(name)}
         for why in dict.fromkeys(hooked.values()):
             self.ledger.leave_out("gradient", [name for name in hooked if hooked[name] == why], why)
         self.unsure |= hooked
@@ -120,7 +135,7 @@ class OwnGradients:
         wrong = {str(one.parameter) for one in self.ledger.mismatches[before:]}
         try:
             if wrong:
-                self._explain(stage, numbers, names, wrong, allowed)
+                self._explain(allowed, numbers, names, wrong)
         except Exception as error:  # all types: the mismatch stays, even if the search for a cause fails
             self.found.undecided.append(_UNSOUGHT.format(f"looking for it raised {describe_error(error)}"))
 
@@ -157,25 +172,13 @@ class OwnGradients:
         if all(name in shared for name in wanting):
             self.ledger.skip("gradient", f"{reason} to train")
 
-    def _list_hooked(self, names: Mapping[str, str], observed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield gradients that hooks may have changed, each with the reason for doubt."""
-        parameters = self.shards.parameters
-        for name in names:
-            if _has_hooks(parameters[name], observed.get(name)):
-                yield name, Reason.HOOKS.doubt(_HOOKED)
-            elif name in self.replicas.hooks:
-                yield name, Reason.HOOKS.doubt(_BY_HOOK.format(self.replicas.hooks[name]))
-
     def _explain(
-        self,
-        stage: StageRerun,
-        numbers: Sequence[int],
-        names: Mapping[str, str],
-        wrong: Collection[str],
-        allowed: Allowed,
+        self, allowed: Allowed, numbers: Sequence[int], names: Mapping[str, str], wrong: Collection[str]
     ) -> None:
         """Find causes of the ``wrong`` gradients, among all with ``names``."""
-        observed, expected = self.division.undo(allowed.observed), self.division.undo(allowed.expected)
+        stage = allowed.stage
+        observed = self.division.divide(allowed.observed, undo=True)
+        expected = self.division.divide(allowed.expected, undo=True)
         shared, found, lines = self.shares.stages_of(names), self.found, self.agreed.lines
         for name in [one for one in names if one in shared and one in observed]:
             found.copies.append(self.shares.look_at(name, observed[name], allowed.gradient(name).limit))
@@ -189,21 +192,77 @@ class OwnGradients:
             for name, (one, right) in both.items()
             if one is not None and right is not None
         }
-        if lines.count > 1:
+        if lines.run.count > 1:
             found.wrong |= {(stage.stage, name): (sketch(one), sketch(right)) for name, (one, right) in pairs.items()}
         if lines.replicas > 1:
-            begun = self.division.undo({name: self.begun.get(name) for name in both})
+            begun = self.division.divide({name: self.begun.get(name) for name in both}, undo=True)
             causes = causes_of_sums(pairs, begun, lines.rank, stage.stage)
             found.causes += causes
             found.undecided += [] if causes else [_NO_CAUSE]
         elif stage.speaks:
             found.undecided.append(_UNSOUGHT.format(f"stage {stage.stage} communicates and can be rerun once only"))
         else:
-            own = StageGradients({name: full for full, name in names.items()}, observed, self.begun, self.shards)
-            verdict = own_causes(stage, self.ledger, numbers, own, placement=self.agreed.placement)
+            verdict = self._own_causes(stage, numbers, {name: full for full, name in names.items()}, observed)
             found.causes += verdict.causes
             unsought = [_UNSOUGHT.format(verdict.unsought)] if verdict.unsought else []
             found.undecided += [*verdict.undecided, *unsought]
+
+    def _own_causes(
+        self, own: StageRerun, numbers: Sequence[int], names: Mapping[str, str], observed: Mapping[str, Any]
+    ) -> Verdict:
+        """Return a verdict on the ``observed`` gradients of ``own``, with causes of mismatches.
+
+        ``names``: the model's name of each of the stage's. Small differences are not split by microbatches: rounding of
+        each is as large.
+        """
+        local = conclude(self.ledger, f"stage {own.stage}")
+        wrong = [one for one in local.mismatches if one.stage == own.stage and one.parameter in names.values()]
+        local = replace(local, mismatches=tuple(wrong))
+        if local.outcome == "unknown":
+            return local
+        found = explain_safely(local, lambda: explain_verdict(self._evidence_of(own, local, names, observed)))
+        batches = [numbers[k] for k in own.numbers]
+        several = {m for m, number in enumerate(batches) if batches.count(number) > 1}  # ambiguous numbers
+        if any(several & {*cause.microbatches} for cause in found.causes):
+            return replace(found, causes=(), undecided=(*found.undecided, _SEVERAL))
+        causes = [
+            replace(
+                cause,
+                rank=self.agreed.placement[own.stage],
+                stage=own.stage,
+                microbatches=tuple(sorted(batches[m] for m in cause.microbatches)),
+                parameter=None if cause.parameter is None else names.get(cause.parameter, cause.parameter),
+            )
+            for cause in found.causes
+        ]
+        return replace(found, causes=tuple(causes))
+
+    def _evidence_of(
+        self, own: StageRerun, local: Verdict, names: Mapping[str, str], observed: Mapping[str, Any]
+    ) -> Evidence:
+        """Return the evidence about a stage by itself, like a model on one rank; other ranks' elements are zero."""
+        stage, whole, placement, shards = own.stage, own.expected, self.agreed.placement, self.shards
+
+        def part(name: str, gradient: Gradient) -> Gradient:
+            return shards.own_part(names[name], gradient) if name in names else gradient
+
+        def parts(every: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
+            return {site: None if one is None else part(site[1], dense(one)) for site, one in every.items()}
+
+        own_gradients = parts({(stage, name): observed[full] for name, full in names.items() if full in observed})
+        given = tuple(replace(one, gradients=parts(one.gradients)) for one in whole.contributions)
+        expected = parts({site: one for site, one in whole.gradients.items() if site in own_gradients})
+        with drawing_apart():
+            model, sites = deep_copy(own.model), [*expected]
+            now = Traced(model, held=sites, batches=own.batches, loss=own.loss, losses=whole.losses, ends={})
+        for name, leaf in now.parameters(stage).items():
+            leaf.register_hook(partial(part, name))  # type: ignore[no-untyped-call]  # in torch
+        begun = ((name, shards.in_place(full, self.begun.get(full))) for name, full in names.items())
+        old = {(stage, name): one for name, one in begun if one is not None}
+        alone, ranks, stages = (placement[stage],) * (stage + 1), len({*placement}), len(placement)
+        update = Update(own_gradients, expected, now, old=old, placement=alone, ranks=ranks, stages=stages)
+        known = RightStep(replace(whole, gradients=expected, contributions=given), whole.before, update)
+        return Evidence(local, alone, len(own.batches), 1, gradients=own_gradients, norms=(), right=known)
 
 
 def _has_hooks(parameter: Tensor, gradient: object) -> bool:
@@ -214,3 +273,28 @@ def _has_hooks(parameter: Tensor, gradient: object) -> bool:
     last = getattr(parameter, "_post_accumulate_grad_hooks", None) if own is not None else None
     changed = bool(last) and local_tensor(own).data_ptr() == gradient.data_ptr()  # type: ignore[arg-type]  # it is there
     return bool(parameter._backward_hooks) or changed
+
+
+def causes_of_sums(
+    wrong: Mapping[str, tuple[Tensor, Tensor]], begun: Mapping[str, Tensor | None], rank: int, stage: int
+) -> list[Cause]:
+    """Find the one cause that explains all ``wrong`` gradients of a stage, each observed and as summed over replicas.
+
+    ``begun``: their values before the step.
+    """
+    pairs = {name: (one - expected, begun.get(name)) for name, (one, expected) in wrong.items()}
+    times = _one_of(None if old is None else sketch(rest).factor(sketch(old)) for rest, old in pairs.values())
+    if times is not None:
+        at = rank if times >= 1 else None  # for a part, another replica may have kept it
+        return [Cause("stale-gradient", at, stage, detail=f"{STALE}, {times:g} times")]
+    factor = _one_of(sketch(one).factor(sketch(expected)) for one, expected in wrong.values())
+    if factor is None or is_near(factor, 1.0):
+        return []
+    alone = next(iter(wrong)) if len(wrong) == 1 else None
+    return [Cause("scale", rank, stage, factor=factor, detail=f"{factor:g} times", parameter=alone)]
+
+
+def _one_of(factors: Iterable[float | None]) -> float | None:
+    """Return the common factor, to four digits; None if they differ, or one is None."""
+    found = {None if one is None else float(f"{one:.4g}") for one in factors}
+    return found.pop() if len(found) == 1 else None

@@ -14,7 +14,6 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import precision_of
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.own_losses import leaves_of
-from pipeproof.core.observe.recording import RECEIVED
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.tensors_in import tensors_in
 from pipeproof.core.reason import Reason
@@ -74,8 +73,9 @@ class LossLink:
 
     def of_another(self, k: int, output: object, *, call: Call, model: Again) -> tuple[int, LossExpected] | None:
         """Find the call whose target, with ``output``, explains the gradient in call ``k``; with its loss."""
+        forms = [[one.shape for one in tensors_in(target)] for target in self.targets]
         for j, target in enumerate(self.targets):
-            if _form(target) != _form(self.targets[k]):
+            if forms[j] != forms[k]:
                 continue
             try:
                 found = self._make_in(call, model, output, target, cast=self._cast is not False)
@@ -89,24 +89,21 @@ class LossLink:
         """Compute a loss; ``cast``: cast types as in the call."""
         state: State = copy_call(call).state
         with state.cast() if cast else nullcontext(), model.looking(state, "the loss"):
-            return self._make(output, target)
-
-    def _make(self, output: object, target: Any) -> LossExpected:
-        made = tensors_in(output)
-        leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
-        given = {key: one.clone() for key, one in leaves.items()}  # a loss may write to outputs
-        own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
-        loss = own if self.loss_fn is None else self.loss_fn(own, target)
-        try:
-            loss = differentiable(loss)
-        except LossError:  # it may train nothing
-            one_number = isinstance(loss, Tensor) and loss.numel() == 1
-            return LossExpected(loss.detach() if one_number else None)
-        again = repeats(made)
-        wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
-        more = leaves_of(loss, wanting.values())
-        every = [*wanting.values(), *more]
-        flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
+            made = tensors_in(output)
+            leaves = {id(one): one.detach().requires_grad_(one.requires_grad) for one in made}
+            given = {key: one.clone() for key, one in leaves.items()}  # a loss may write to outputs
+            own = tree_map_only(Tensor, lambda one: given.get(id(one), one), output)
+            loss = own if self.loss_fn is None else self.loss_fn(own, target)
+            try:
+                loss = differentiable(loss)
+            except LossError:  # it may train nothing
+                one_number = isinstance(loss, Tensor) and loss.numel() == 1
+                return LossExpected(loss.detach() if one_number else None)
+            again = repeats(made)
+            wanting = {n: leaves[id(one)] for n, one in enumerate(made) if one.requires_grad and n not in again}
+            more = leaves_of(loss, wanting.values())
+            every = [*wanting.values(), *more]
+            flows = torch.autograd.grad(loss / self.divisor, every, allow_unused=True) if every else ()
         came = {n: flow for n, flow in zip(wanting, flows, strict=False) if flow is not None}
         return LossExpected(loss.detach(), came, [*zip(more, flows[len(wanting) :], strict=True)])
 
@@ -115,10 +112,6 @@ def copy_call(call: Call) -> Called:
     """Return ``call`` in the form for a rerun, which checked calls keep."""
     assert call.again is not None, "the calls of a stage that is checked so are kept"
     return call.again
-
-
-def _form(target: object) -> list[torch.Size]:
-    return [one.shape for one in tensors_in(target)]
 
 
 def _distance(expected: LossExpected, call: Call) -> float:
@@ -131,18 +124,6 @@ def _distance(expected: LossExpected, call: Call) -> float:
         return min(observed.distance(own.times(times)) for times in (size, -size))
 
     return max((distance(call.output_gradients.get(n), flow) for n, flow in expected.flows.items()), default=0.0)
-
-
-def factors_of(calls: Sequence[Call], links: Sequence[Link]) -> list[float | None]:
-    """How many times the expected came back from the loss: one number, None if several, nothing if none is expected."""
-    pairs = [(call, link, at) for call, link in zip(calls, links, strict=True) for at in link.gives]
-    every = [(call, link, at) for call, link, at in pairs if at[0] == RECEIVED and link.gives[at].norm]
-    if not every:
-        return []
-    found = [factor_at(*one) for one in every]
-    within, first = max(precision_of(link.gives[at].dtype).least for _, link, at in every), found[0]
-    alike = first is not None and all(one is not None and abs(one - first) <= within * abs(first) for one in found)
-    return [first] if alike else [None]
 
 
 def factor_at(call: Call, link: Link, at: Point) -> float | None:
@@ -160,29 +141,6 @@ def round_factor(factor: float, within: float) -> float:
         if one and abs(factor - one) <= within * abs(factor):
             return float(one)
     return factor
-
-
-def scale_flows(link: Link, factor: float) -> Link:
-    """Multiply the gradients of ``link``; they become rounded, because products may have another order."""
-    own = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm and factor != 1.0}
-    limits = {at: precision_of(one.dtype).least for at, one in own.items()}
-    more = {at: one.times(factor) for at, one in own.items()}
-    return replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
-
-
-def take_target(call: Call, link: Link, other: LossExpected) -> Link:
-    """Accept, in ``link``, the gradient of the loss with another call's target."""
-    came = {(RECEIVED, n): call.output_gradients[n] for n in other.flows if n in call.output_gradients}
-    return link if other.value is None else replace(link, gives={**link.gives, **came}, loss=other.value.item())
-
-
-def weightless_microbatches(numbers: Sequence[int], links: Sequence[Link]) -> frozenset[int]:
-    """Return the microbatches, by ``numbers``, whose loss is known and trains nothing.
-
-    If this is true for all, it may be a mistake.
-    """
-    owing = {m: link.owes for m, link in zip(numbers, links, strict=False) if link.loss is not None}
-    return frozenset(m for m, owes in owing.items() if not owes) if any(owing.values()) else frozenset()
 
 
 @dataclass(frozen=True)
@@ -253,14 +211,8 @@ class Division:
             ledger.doubt("boundaries", message + more * _OR_ELSE.format(self.whole / self.came), Reason.LOSS_SCALE)
         return ""
 
-    def divide(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Divide ``sums`` by their excess factor."""
+    def divide(self, sums: Mapping[str, Any], *, undo: bool = False) -> dict[str, Any]:
+        """Divide ``sums`` by their excess factor, or ``undo`` that: causes are computed on undivided gradients."""
         scale = self.scale
-        return {name: one if one is None or scale == 1.0 else one / scale for name, one in sums.items()}
-
-    def undo(self, observed: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``observed`` before division: causes are computed on undivided gradients."""
-        scale = self.scale
-        if scale == 1.0:
-            return observed
-        return {name: one * scale if isinstance(one, Tensor) else one for name, one in observed.items()}
+        by = {name: one for name, one in sums.items() if isinstance(one, Tensor) and scale != 1.0}
+        return {**sums, **{name: one * scale if undo else one / scale for name, one in by.items()}}

@@ -5,10 +5,10 @@ own input, right or wrong; the loss is a separate link.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -34,15 +34,7 @@ from pipeproof.reference.generators import states_on
 from pipeproof.reference.otherwise import one_place_off, widen
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.wings.composed.link import Link, Point, sketch_at
-from pipeproof.wings.composed.loss import (
-    LossExpected,
-    LossLink,
-    copy_call,
-    factor_at,
-    factors_of,
-    scale_flows,
-    take_target,
-)
+from pipeproof.wings.composed.loss import LossExpected, LossLink, copy_call, factor_at
 from pipeproof.wings.composed.rounding import Envelope, Envelopes, Made
 
 _RAISED = "run again, stage {} raised {}"
@@ -61,22 +53,11 @@ _IN_BACKWARD = (
 _FORM = (
     "stage {} gave an output of shape {} and, run again, gives {}: if ranks pass on parts of it, that is not checked so"
 )
-
-
-@dataclass
-class _Running:
-    """Call ``k`` during its run: its ``output`` and tensors; gradients from other outputs; its loss.
-
-    ``disturb``: its loss draws different random numbers. ``drawn``: states of generators when its backward begins.
-    """
-
-    k: int
-    disturb: bool = False
-    output: object = None
-    gave: dict[Point, Tensor] = field(default_factory=dict)
-    more: dict[int, Tensor] = field(default_factory=dict)
-    loss: LossExpected = field(default_factory=LossExpected)
-    drawn: Mapping[torch.device, Tensor] = field(default_factory=dict)
+_CUT_DRAWS = "stage {} draws random numbers, and layers that are cut among ranks draw others than it does put together"
+_ALIKE = (
+    "stage {} gives something else when it is put together than its ranks gave, all alike: a layer may be written for "
+    "a rank's part, as attention with that one's number of heads, or all ranks are wrong alike"
+)
 
 
 class StageRerun:
@@ -109,7 +90,7 @@ class StageRerun:
         self.speaks = False  # sends to other ranks, so all must rerun equally often
         self._is_same_in_training: bool | None = None  # a call in evaluation mode; None until that was tried
         self._envelopes = Envelopes(self._envelope)
-        self._running: _Running | None = None
+        self._running: Made | None = None
 
     def run(self) -> None:
         """Rerun each call once, in the order of accumulation."""
@@ -117,56 +98,45 @@ class StageRerun:
         drawing = False
         for k in self._order:
             in_place = self._reference.recipe.accumulation == PLAIN  # without separate gradients for each microbatch
-            running = _Running(k)
+            made, problem = Made(k), ""
             try:
                 with nullcontext() if found else Speaking() as speaking:
-                    onto = self._sums if in_place and self._calls[k].ran else {}
-                    made = self._run(self._reference, running, onto=onto)
+                    self._run(self._reference, made, onto=self._sums if in_place and self._calls[k].ran else {})
             except Exception as error:  # all types: user code runs, perhaps on wrong inputs
-                self._note_form(k, running.gave)
                 kept = isinstance(error, KeptElsewhere)
-                reason = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, describe_error(error))
-                found[k] = Link(obstacle=self.other_form or reason)
-                continue
-            if speaking is not None:
-                self.speaks, now = speaking.spoke, states_on(running.drawn)
-                drawing = any(not torch.equal(now[device], state) for device, state in running.drawn.items())
-            self._note_form(k, made.tensors)
-            found[k] = Link(obstacle=self.other_form) if self.other_form else self._link(k, made, running.output)
-            if made.contribution is not None and self._calls[k].ran and not self.other_form:
-                self._add(made.contribution, in_place=in_place)
-                self._add_of_loss(k, found[k], made.loss)
+                problem = _KEPT.format(self.stage) if kept else _RAISED.format(self.stage, describe_error(error))
+            if speaking is not None and not problem:
+                self.speaks, now = speaking.spoke, states_on(made.drawn)
+                drawing = any(not torch.equal(now[device], state) for device, state in made.drawn.items())
+            for (where, number), one in made.tensors.items():
+                observed = sketch_at(self._calls[k], (where, number))
+                if where == MADE and observed is not None and observed.shape != tuple(one.shape):
+                    self.other_form = _FORM.format(self.stage, list(observed.shape), list(one.shape))
+            obstacle = self.other_form or problem
+            found[k] = Link(obstacle=obstacle) if obstacle else self._link(made)
+            made.output = None
+            if made.contribution is not None and self._calls[k].ran and not obstacle:
+                self._add(made, found[k], in_place=in_place)
         self.links = [found[k] for k in range(len(self._calls))]
         if drawing and not self.speaks:
             self.doubt(_IN_BACKWARD.format(self.stage))
 
-    def _add(self, contribution: Contribution, *, in_place: bool = False) -> None:
+    def _add(self, made: Made, link: Link, *, in_place: bool) -> None:
+        """Add what a call contributes, and its loss's gradients of stage weights, in the observed multiple."""
+        assert made.contribution is not None, "it ran"
         if in_place:
-            self._sums |= {site: one for site, one in contribution.gradients.items() if one is not None}
-        else:
-            self._sums |= self._reference.accumulate([contribution], orders={self.stage: [0]}, onto=self._sums)
-
-    def _add_of_loss(self, k: int, link: Link, loss: LossExpected) -> None:
-        """Add the loss's gradients of stage weights in call ``k``, in the observed multiple."""
+            self._sums |= {site: one for site, one in made.contribution.gradients.items() if one is not None}
         came = next((at for at in link.gives if at[0] == RECEIVED), None)
-        factor = 1.0 if came is None else factor_at(self._calls[k], link, came) or 1.0
-        more = {site: one * factor for site, one in self._of_loss(loss).items()}
-        if more:
-            self._add(Contribution(0.0, more))
+        factor = 1.0 if came is None else factor_at(self._calls[made.k], link, came) or 1.0
+        of_loss = Contribution(0.0, {site: one * factor for site, one in self._of_loss(made.loss).items()})
+        for one in [of_loss] if in_place else [made.contribution, of_loss]:
+            if one.gradients:
+                self._sums |= self._reference.accumulate([one], orders={self.stage: [0]}, onto=self._sums)
 
     def _of_loss(self, loss: LossExpected) -> dict[Site, Tensor]:
         """Return a loss's gradients of this stage's weights."""
         names = {id(one): name for name, one in self.model.named_parameters()}
         return {(self.stage, names[id(one)]): gradient for one, gradient in loss.trained if id(one) in names}
-
-    def _with_loss(self, made: Made) -> Made:
-        """Return ``made`` with the loss's gradients of stage weights."""
-        own = made.contribution or Contribution(0.0, {})
-        gradients = dict(own.gradients)
-        for site, one in self._of_loss(made.loss).items():
-            there = gradients.get(site)
-            gradients[site] = one if there is None else there + one
-        return replace(made, contribution=replace(own, gradients=gradients))
 
     @property
     def gradients(self) -> dict[str, Gradient]:
@@ -190,46 +160,64 @@ class StageRerun:
         """Narrowest type of a stage in parts; sums over ranks round in it."""
         return self.narrowest if self._in_parts else None
 
-    @property
-    def drew(self) -> bool:
-        """True if a call drew random numbers in its rerun."""
-        return bool(self.model.__dict__["drew"])
-
     def doubt(self, why: str) -> None:
         """Mark the results of all calls unknown, for this reason."""
         self.links = [Link(obstacle=why) for _ in self.links]
 
-    def wrong(self) -> Iterator[tuple[int, Point, Call]]:
-        """Yield places where a call's rerun differs from the step by more than rounding."""
-        for k, (call, link) in enumerate(zip(self._calls, self.links, strict=True)):
-            for at in link.gives:
-                if (observed := sketch_at(call, at)) is not None and not link.is_right(at, observed):
-                    yield k, at, call
+    def doubt_alike(self, others: Sequence[Sequence[Call]]) -> None:
+        """Mark all results of a stage that is cut inside unknown, unless different outputs of ranks prove one wrong.
+
+        ``others``: its calls on each other rank of the replica. An assembled stage is other code.
+        """
+        wrong = [
+            (k, slice(number, number + 1))
+            for k, (call, link) in enumerate(zip(self._calls, self.links, strict=True))
+            for where, number in link.gives
+            if where == MADE and (one := sketch_at(call, (where, number))) is not None
+            if not link.is_right((where, number), one)
+        ]
+        if wrong and self.model.__dict__["drew"]:
+            self.doubt(_CUT_DRAWS.format(self.stage))
+        elif wrong and all(
+            [one.digest for one in calls[k].outputs[n]] == [one.digest for one in self._calls[k].outputs[n]]
+            for k, n in wrong
+            for calls in others
+        ):
+            self.doubt(_ALIKE.format(self.stage))
 
     @property
     def factors(self) -> list[float | None]:
         """How many times the expected came back from the loss: one number, None if several, nothing if none is."""
-        return factors_of(self._calls, self.links)
+        pairs = [(call, link, at) for call, link in zip(self._calls, self.links, strict=True) for at in link.gives]
+        every = [(call, link, at) for call, link, at in pairs if at[0] == RECEIVED and link.gives[at].norm]
+        if not every:
+            return []
+        found = [factor_at(*one) for one in every]
+        within, first = max(precision_of(link.gives[at].dtype).least for _, link, at in every), found[0]
+        alike = first is not None and all(one is not None and abs(one - first) <= within * abs(first) for one in found)
+        return [first] if alike else [None]
 
     def times(self, factor: float) -> None:
-        """Multiply the expected gradients from the loss."""
-        self.links = [scale_flows(link, factor) for link in self.links]
+        """Multiply the expected gradients from the loss; they become rounded, as products may have another order."""
+        for k, link in enumerate(self.links if factor != 1.0 else ()):
+            own = {at: one for at, one in link.gives.items() if at[0] == RECEIVED and one.norm}
+            limits = {at: precision_of(one.dtype).least for at, one in own.items()}
+            more = {at: one.times(factor) for at, one in own.items()}
+            self.links[k] = replace(link, gives={**link.gives, **more}, limits={**limits, **link.limits})
 
     def take_pairs(self) -> None:
-        """Adopt the microbatches whose targets the calls met."""
-        for k, pair in self.pairs.items():
-            self.links[k] = take_target(self._calls[k], self.links[k], pair[1] if pair else LossExpected())
+        """Adopt the microbatches whose targets the calls met, with their losses' gradients."""
+        for k, (_, other) in ((k, pair) for k, pair in self.pairs.items() if pair is not None):
+            flows, link = self._calls[k].output_gradients, self.links[k]
+            came = {(RECEIVED, n): flows[n] for n in other.flows if n in flows}
+            if other.value is not None:
+                self.links[k] = replace(link, gives={**link.gives, **came}, loss=other.value.item())
 
     @property
     def unreached(self) -> list[str]:
         """Trainable parameters that calls left without a contribution; empty without calls."""
         wanting = [name for name, one in self.model.named_parameters() if one.requires_grad and self.links]
         return [name for name in wanting if self._sums.get((self.stage, name)) is None]
-
-    @property
-    def other(self) -> bool:
-        """True if a rerun result differs from the step."""
-        return any(link.limits for link in self.links)
 
     @property
     def single_names(self) -> list[str]:
@@ -271,49 +259,61 @@ class StageRerun:
 
     def _flow(self, output: Any, flows: Any) -> Tensor:
         """Return the objective of a call from its output gradients; note its results and loss."""
-        running = _Running(-1) if self._running is None else self._running
-        running.gave = {(MADE, n): one.detach() for n, one in enumerate(tensors_in(output))}
-        found = objective_of(output, flows, tensors=tensors_in, note=running.more.__setitem__)
+        made = Made(-1) if self._running is None else self._running
+        made.tensors |= {(MADE, n): one.detach() for n, one in enumerate(tensors_in(output))}
+        found = objective_of(output, flows, tensors=tensors_in, note=made.more.__setitem__)
         if self._running is not None:
-            call, running.output = self._calls[running.k], output
+            call, made.output = self._calls[made.k], output
             if self._loss is not None:
-                model, disturb = self.model, running.disturb
-                running.loss = self._loss.expect(running.k, output, call=call, model=model, disturb=disturb)
-            running.drawn = states_on(copy_call(call).state.drawn)
+                made.loss = self._loss.expect(made.k, output, call=call, model=self.model, disturb=made.disturb)
+            made.drawn = states_on(copy_call(call).state.drawn)
         return found
 
-    def _run(
-        self, reference: Reference, running: _Running, *, onto: Mapping[Site, Gradient] = MappingProxyType({})
-    ) -> Made:
+    def _run(self, reference: Reference, made: Made, *, onto: Mapping[Site, Gradient] = MappingProxyType({})) -> Made:
         """Run a call. What it contributes is added to ``onto``, in place."""
-        self._running, batch, contribution = running, self._batch(running.k), None
+        self._running, batch = made, self._batch(made.k)
         try:
             with suppress(LossError):
                 given = batch if reference is self._reference else batch.cast(torch.float64)
-                contribution = reference.contribution(given, self.loss.function, self.loss.divisor, onto=onto)
+                made.contribution = reference.contribution(given, self.loss.function, self.loss.divisor, onto=onto)
         finally:
             self._running = None
-        tensors = {**running.gave, **{(RECEIVED, n): one for n, one in running.loss.flows.items()}}
-        for n, one in (contribution.inputs if contribution is not None else {}).items():
-            if one is not None:
-                tensors[HANDED_ON, n - 1] = one  # the first input is the call itself
-        return Made(tensors, running.more, contribution, running.loss)
+        made.tensors |= {(RECEIVED, n): one for n, one in made.loss.flows.items()}
+        inputs = {} if made.contribution is None else made.contribution.inputs
+        made.tensors |= {(HANDED_ON, n - 1): one for n, one in inputs.items() if one is not None}  # first is the call
+        return made
 
-    def _link(self, k: int, made: Made, output: object) -> Link:
-        call, model = self._calls[k], self.model
+    def _run_with_loss(self, reference: Reference, made: Made) -> Made:
+        """Run a call for its envelope, and add the loss's gradients of stage weights to what it contributes."""
+        own = self._run(reference, made).contribution or Contribution(0.0, {})
+        gradients = dict(own.gradients)
+        for site, one in self._of_loss(made.loss).items():
+            there = gradients.get(site)
+            gradients[site] = one if there is None else there + one
+        return replace(made, contribution=replace(own, gradients=gradients), output=None)
+
+    def _link(self, made: Made) -> Link:
+        k, call, model = made.k, self._calls[made.k], self.model
         gives = {at: sketch(one, known=sketch_at(call, at)) for at, one in made.tensors.items()}
         self.trained = {**self.trained, **{id(one): one for one, _ in made.loss.trained}}
-        loss, own = made.loss.value, Link(gives, mode_matters=self._mode_matters(k))
+        loss, link = made.loss.value, Link(gives, mode_matters=self._mode_matters(k))
         if loss is not None:
             owes = bool(made.loss.trained) or any(at[0] == RECEIVED and one.norm for at, one in gives.items())
-            own = replace(own, loss=loss.item(), loss_type=loss.dtype, owes=owes)
-        link = self._with_received(k, made.more, own)
+            link = replace(link, loss=loss.item(), loss_type=loss.dtype, owes=owes)
+        received, limits = dict[int, Sketch](), dict[Point, float]()
+        for n, more in made.more.items():  # gradient of some outputs, from other outputs
+            whole, least = copy_call(call).flows[n].to(more.device), precision_of(more.dtype).least
+            rest, size = whole - more, (whole.norm() + more.norm()).item()
+            rest = torch.zeros_like(rest) if rest.norm().item() <= least * size else rest  # that is rounding
+            received[n] = sketch(rest)
+            limits[RECEIVED, n] = least * max(1.0, size / (rest.norm().item() or math.inf))
+        link = replace(link, received=received, limits=limits)
         pairs = ((at, sketch_at(call, at), one) for at, one in gives.items())
-        other = {at: (one, own) for at, one, own in pairs if one is not None and one.digest != own.digest}
+        other = {at: (one, it) for at, one, it in pairs if one is not None and one.digest != it.digest}
         if not other:
             return link
-        if self._loss and any(one.factor(own) is None for (where, _), (one, own) in other.items() if where == RECEIVED):
-            self.pairs[k] = self._loss.of_another(k, output, call=call, model=model)
+        if self._loss and any(one.factor(it) is None for (where, _), (one, it) in other.items() if where == RECEIVED):
+            self.pairs[k] = self._loss.of_another(k, made.output, call=call, model=model)
         if drawn := model.drawn_from:
             kind = type(drawn[1])
             maker = kind.__module__.partition(".")[0]
@@ -322,17 +322,10 @@ class StageRerun:
         if names and not self.speaks and self._gives(k, copy_call(call).state.with_attributes()):
             return Link(obstacle=_ATTRIBUTES.format(self.stage, first_few(names)))
         if self.speaks:
-            least = {at: precision_of(self.inside or made.tensors[at].dtype).least for at in other}
-            return replace(link, limits={**link.limits, **least})
-        limits, strange = self._envelopes.of_call(k, made, other)
-        apart = self._envelopes.loss_apart
-        return replace(link, limits={**link.limits, **limits}, strange=strange, loss_apart=apart)
-
-    def _note_form(self, k: int, made: Mapping[Point, Tensor]) -> None:
-        for (where, number), one in made.items():
-            observed = sketch_at(self._calls[k], (where, number))
-            if where == MADE and observed is not None and observed.shape != tuple(one.shape):
-                self.other_form = _FORM.format(self.stage, list(observed.shape), list(one.shape))
+            own = {at: precision_of(self.inside or made.tensors[at].dtype).least for at in other}
+            return replace(link, limits={**limits, **own})
+        own, strange, apart = self._envelopes.of_call(made, other)
+        return replace(link, limits={**limits, **own}, strange=strange, loss_apart=apart)
 
     def _mode_matters(self, k: int) -> bool:
         """True if training mode changes a call that ran in evaluation mode; tries one call."""
@@ -352,23 +345,28 @@ class StageRerun:
             return False
         return [sketch(one).digest for one in made] == [one.digest for one in self._calls[k].outputs]
 
-    def _with_received(self, k: int, more: Mapping[int, Tensor], link: Link) -> Link:
-        """Return ``link`` with ``more`` gradient of some outputs, from other outputs."""
-        received, limits = dict[int, Sketch](), dict[Point, float]()
-        for n, one in more.items():
-            whole, least = copy_call(self._calls[k]).flows[n].to(one.device), precision_of(one.dtype).least
-            rest, size = whole - one, (whole.norm() + one.norm()).item()
-            rest = torch.zeros_like(rest) if rest.norm().item() <= least * size else rest  # that is rounding
-            received[n] = sketch(rest)
-            limits[RECEIVED, n] = least * max(1.0, size / (rest.norm().item() or math.inf))
-        return replace(link, received=received, limits=limits) if received else link
-
     def _envelope(self, k: int, made: Made | None) -> Envelope:
         """Measure rounding of call ``k``; ``made``: its first run."""
-        running = _Running(k, disturb=True)  # the time of a loss's own draws is unknown
-        twice = self._with_loss(self._run(self._reference, running))
-        runs = partial(self._in_fp64, k), cache(partial(self._off, k))
-        return Envelope(made or twice, twice, *runs, narrowest=self.narrowest, inside=self.inside)
+        # The time of a loss's own draws is unknown.
+        twice = self._run_with_loss(self._reference, Made(k, disturb=True))
+
+        def in_fp64() -> Made | None:
+            try:
+                return self._run_with_loss(self._reference.of(widen(deep_copy(self.model))), Made(k))
+            except Exception:  # all types: user code, which may support a single dtype
+                return None
+
+        @cache
+        def off() -> Contribution | None:
+            blank = Expected("train", (), 0.0, before=self._weights)
+            if self._envelopes.is_full:  # four more runs of a stage are enough
+                return None
+            try:
+                return one_place_off(self._reference, blank, [self._batch(k)])[0]
+            except Exception:  # all types: user code
+                return None
+
+        return Envelope([made or twice, twice], in_fp64, off, narrowest=self.narrowest, inside=self.inside)
 
     def floor(self, name: str, size: float) -> Floor | None:
         """Return the rounding of a parameter's gradient with norm ``size``; None if unmeasured."""
@@ -378,22 +376,3 @@ class StageRerun:
         flows = {k: self._calls[k].output_gradients.values() for k in self.numbers}
         sizes = {k: max((one.norm for one in came), default=0.0) for k, came in flows.items()}
         return self._envelopes.of_sum(sizes).gradient(site, total, calls=len(self.numbers), size=size)
-
-    def _in_fp64(self, k: int) -> Made | None:
-        try:
-            return self._with_loss(self._run(self._wide, _Running(k)))
-        except Exception:  # all types: user code, which may support a single dtype
-            return None
-
-    def _off(self, k: int) -> Contribution | None:
-        blank = Expected("train", (), 0.0, before=self._weights)
-        if self._envelopes.is_full:  # four more runs of a stage are enough
-            return None
-        try:
-            return one_place_off(self._reference, blank, [self._batch(k)])[0]
-        except Exception:  # all types: user code
-            return None
-
-    @cached_property
-    def _wide(self) -> Reference:
-        return self._reference.of(widen(deep_copy(self.model)))

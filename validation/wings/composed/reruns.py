@@ -17,10 +17,9 @@ from pipeproof.reference.model import LossFn
 from pipeproof.reference.snapshot import Snapshot
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.link import TARGETS
 from pipeproof.wings.composed.loss import Division, LossLink
 from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.shards import in_doubt
-from pipeproof.wings.composed.sources import TARGETS
 
 _ALIKE = (
     "microbatches {} have the same inputs and other targets, and what flowed back does not fit the order in which they "
@@ -85,12 +84,20 @@ class Reruns:
             own = self._rerun(stage, every)
             if stage == self.chain.last:
                 self._last = [own]
-                self._check_alike(own)
-            if compared:
-                if self.others is not None and own.other_form:
-                    raise RecordError(Reason.RERUN.doubt(own.other_form))
-                self.stages.append(own)
-                self._note_doubts(own)
+                if own.pairs and (alike := self._alike):
+                    raise RecordError(Reason.CALLS.doubt(_ALIKE.format(first_few(alike))))
+            if not compared:
+                continue
+            if self.others is not None and own.other_form:
+                raise RecordError(Reason.RERUN.doubt(own.other_form))
+            self.stages.append(own)
+            if self.others is not None:
+                own.doubt_alike(self.others.get(stage, ()))
+            weights = weights_among(own.trained.values(), self.modules[stage])
+            if (loss := self.own_losses.get(stage)) is not None and not loss.is_of(weights):
+                where = "the weights of" if loss.weights else "what was given to"
+                at = f" at {loss.stack[0].place}" if loss.stack else ""
+                own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, stage)))
         snapshot.put_back()
         for own in self.stages:
             note(own, snapshot.wrote)
@@ -105,8 +112,10 @@ class Reruns:
                 raise RecordError(_NO_TARGETS)
             targets = [self.given[m][1] if m >= 0 else None for m in self.chain.orders[stage].numbers]
             loss = LossLink(self.loss_fn, self.division.divisor, [targets[k] for k in numbers])
-        flowing, parts = self.chain.flowing(stage), self.others is not None
-        calls = [_wanting(self.calls[stage][k], flowing[k]) for k in numbers]
+        flowing, parts, calls = self.chain.flowing(stage), self.others is not None, list[Call]()
+        for k, call in ((k, self.calls[stage][k]) for k in numbers):
+            again, more = call.again, flowing[k] - call.needing
+            calls.append(call if again is None else replace(call, again=replace(again, wanting=again.wanting | more)))
         found = StageRerun(stage, self.modules[stage], calls, loss=loss, accumulation=accumulation, in_parts=parts)
         found.run()
         return found
@@ -137,7 +146,7 @@ class Reruns:
 
     def find_exchanged_targets(self, rank: int) -> list[Cause]:
         """Report exchanged targets, unless messages crossed instead."""
-        pairs = self._pairs if self.chain.meant is None else {}
+        pairs = {} if any(here.meant for here in self.chain.stages.values()) else self._pairs
         detail = first_few([f"the loss of microbatch {m} has the target of microbatch {of}" for m, of in pairs.items()])
         which = tuple(sorted(pairs))
         return [Cause("swapped-data", rank, self.chain.last, microbatches=which, detail=detail)] if pairs else []
@@ -150,27 +159,11 @@ class Reruns:
             for own in self._last:
                 own.take_pairs()
 
-    def _check_alike(self, own: StageRerun) -> None:
-        """Raise ``RecordError`` if two microbatches with equal inputs may have exchanged targets."""
+    @property
+    def _alike(self) -> list[str]:
+        """Microbatches with the inputs of another, and not its targets: these may be exchanged."""
         contents = [{number: one.digest for number, one in brought.items()} for brought in self.chain.data]
-        inputs = [{n: one for n, one in brought.items() if n < TARGETS} for brought in contents]
-        pairs = list(zip(inputs, contents, strict=True))
-        alike = [m for m, (one, whole) in enumerate(pairs) if any(one == it and whole != all_ for it, all_ in pairs)]
-        if alike and own.pairs:
-            raise RecordError(Reason.CALLS.doubt(_ALIKE.format(first_few([f"{m}" for m in alike]))))
-
-    def _note_doubts(self, own: StageRerun) -> None:
-        """Note why a rerun stage's results are unknown."""
-        if self.others is not None and (doubt := in_doubt(own, self.others.get(own.stage, ()))):
-            own.doubt(doubt)
-        weights = weights_among(own.trained.values(), self.modules[own.stage])
-        if (loss := self.own_losses.get(own.stage)) is not None and not loss.is_of(weights):
-            where = "the weights of" if loss.weights else "what was given to"
-            at = f" at {loss.stack[0].place}" if loss.stack else ""
-            own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, own.stage)))
-
-
-def _wanting(call: Call, flowing: frozenset[int]) -> Call:
-    """Return ``call`` with gradients ``flowing`` to these inputs when rerun."""
-    again, more = call.again, flowing - call.needing
-    return call if again is None or not more else replace(call, again=replace(again, wanting=again.wanting | more))
+        pairs = [({n: one for n, one in whole.items() if n < TARGETS}, whole) for whole in contents]
+        return [
+            f"{m}" for m, (one, whole) in enumerate(pairs) if any(one == it and whole != other for it, other in pairs)
+        ]

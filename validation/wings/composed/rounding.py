@@ -53,51 +53,54 @@ class Unmeasured:
         return replace(default_floor(self.precision), fault=_OTHER_UPDATE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Made:
-    """One run of a call: tensors, gradients from beside, by number, and its contribution.
+    """One run of call ``k``: its tensors; gradients from other outputs, by number; its contribution, and its loss's.
 
-    ``loss``: what its loss gives, in the last stage.
+    ``disturb``: its loss draws different random numbers. ``output``: until its graph goes. ``drawn``: states of
+    generators when its backward begins.
     """
 
-    tensors: Mapping[Point, Tensor]
-    more: Mapping[int, Tensor]
-    contribution: Contribution | None
+    k: int
+    disturb: bool = False
+    output: object = None
+    tensors: dict[Point, Tensor] = field(default_factory=dict)
+    more: dict[int, Tensor] = field(default_factory=dict)
+    contribution: Contribution | None = None
     loss: LossExpected = field(default_factory=LossExpected)
+    drawn: Mapping[torch.device, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Envelope:
-    """A call that ran ``once`` and ``twice``; further runs follow if these leave a difference unexplained.
+    """The ``runs`` of a call: two, and one in fp64 if these leave a difference unexplained.
 
     ``in_fp64``: runs it in fp64, or gives None. ``off``: gives its contribution with weights one rounding off.
     ``narrowest``: the computing type, if narrower than the weights. ``inside``: the type of sums over ranks.
     """
 
-    once: Made
-    twice: Made
+    runs: list[Made]
     in_fp64: Callable[[], Made | None]
     off: Callable[[], Contribution | None]
     narrowest: torch.dtype | None = None
     inside: torch.dtype | None = None
-    _is_wide: bool = False  # fp64 was asked
 
     def limit(self, at: Point, made: Tensor) -> float:
         """Return how far rounding may put ``made`` of another call; infinite for non-finite values."""
         if not all_finite(made):
             return math.inf
         precision = coarsest([precision_of(one) for one in (made.dtype, self.inside) if one is not None])
-        own = self.once.tensors.get(at)
-        apart = max((0.0 if own is None else _error(own, run.tensors.get(at)) for run in self._others), default=0.0)
+        own, *others = (run.tensors.get(at) for run in self.runs)
+        apart = max(0.0 if own is None else _error(own, one) for one in others)
         return min(precision.most, max(precision.least, precision.factor * apart))
 
     def widen(self) -> None:
         """Include fp64 in the limits from now on."""
-        self._is_wide = True
+        self.runs[2:] = [one for one in [self._wide] if one is not None]
 
     def is_strange(self, at: Point) -> bool:
         """True if two runs differ here, as random numbers do; a third run may differ as much."""
-        made, again = self.once.tensors.get(at), self.twice.tensors.get(at)
+        made, again = (run.tensors.get(at) for run in self.runs[:2])
         if made is None or again is None or made.shape != again.shape:
             return True
         return error(again, made) > HALF * self.limit(at, made)
@@ -105,13 +108,13 @@ class Envelope:
     @property
     def loss_apart(self) -> float:
         """Relative distance between the losses of its runs."""
-        pairs = [(one.loss.value, self.once.loss.value) for one in self._others]
-        return max((_error(own, one) for one, own in pairs if own is not None), default=0.0)
+        own, *others = (run.loss.value for run in self.runs)
+        return max(0.0 if own is None else _error(own, one) for one in others)
 
     def gradient(self, site: Site, total: Tensor, *, calls: int, size: float) -> Floor | None:
         """Return the floor for a ``total`` over ``calls`` with norm ``size``; None if the call adds nothing."""
-        part = None if self.twice.contribution is None else self.twice.contribution.gradients.get(site)
-        if part is None:
+        twice = self.runs[1].contribution
+        if twice is None or (part := twice.gradients.get(site)) is None:
             return None
         wide = None if self._wide is None else self._wide.contribution
         apart = part if wide is None or (double := wide.gradients.get(site)) is None else double
@@ -122,18 +125,13 @@ class Envelope:
             found = replace(found, nudged=error(part, nudged))
         return found.of_sum(in_fp64(part).norm().item(), parts=calls, whole=size)
 
-    @property
-    def _others(self) -> list[Made]:
-        """Runs after the first."""
-        return [self.twice, *(one for one in [self._wide if self._is_wide else None] if one is not None)]
-
     @cached_property
     def _wide(self) -> Made | None:
         """Run the call in fp64; None if the result differs, for example by random numbers."""
         found = self.in_fp64()
         if found is None:
             return None
-        every = [(at, one) for at, one in self.once.tensors.items() if at[0] == MADE]
+        every = [(at, one) for at, one in self.runs[0].tensors.items() if at[0] == MADE]
         types = [one for one in (self.narrowest, self.inside) if one is not None]
         most = {at: coarsest([*map(precision_of, (one.dtype, *types))]).most for at, one in every}
         return found if all(_error(one, found.tensors.get(at)) <= most[at] for at, one in every) else None
@@ -168,11 +166,6 @@ class Envelopes:
         """True after two measurements, the maximum."""
         return len(self.measured) > 1
 
-    @property
-    def loss_apart(self) -> float:
-        """Relative distance between a call's losses."""
-        return max((one.loss_apart for one in self.measured.values()), default=0.0)
-
     def of_sum(self, sizes: Mapping[int, float]) -> Envelope:
         """Return the envelope of the largest contributor by ``sizes``, or half as large: small ones tell little."""
         measured = max(self.measured, key=lambda k: sizes.get(k, 0.0), default=None)
@@ -182,21 +175,22 @@ class Envelopes:
         return self.at(largest)
 
     def of_call(
-        self, k: int, made: Made, pairs: Mapping[Point, tuple[Sketch | None, Sketch]]
-    ) -> tuple[dict[Point, float], frozenset[Point]]:
-        """Return how far rounding may put call ``k``, and the places that differ in each run.
+        self, made: Made, pairs: Mapping[Point, tuple[Sketch | None, Sketch]]
+    ) -> tuple[dict[Point, float], frozenset[Point], float]:
+        """Return how far rounding may put a call, ``made`` by its run, the places that differ in each run, and losses.
 
-        ``made``: its run. ``pairs``: observed and expected, where they differ.
+        ``pairs``: observed and expected, where they differ.
         """
         if not self.measured:
-            self.at(k, made)
+            self.at(made.k, made)
         if self._is_over(made, pairs):  # two runs differ less
             for one in self.measured.values():
                 one.widen()
         if not self.is_full and self._is_over(made, pairs):
-            self.at(k, made).widen()
-        strange = {at for at in pairs for one in self.measured.values() if one.is_strange(at)}
-        return self._limits(made, pairs), frozenset(strange)
+            self.at(made.k, made).widen()
+        every = self.measured.values()
+        strange = {at for at in pairs for one in every if one.is_strange(at)}
+        return self._limits(made, pairs), frozenset(strange), max(one.loss_apart for one in every)
 
     def _limits(self, made: Made, where: Iterable[Point]) -> dict[Point, float]:
         return {at: max(one.limit(at, made.tensors[at]) for one in self.measured.values()) for at in where}

@@ -1,6 +1,5 @@
 """Sharded parameters: whole during a stage's rerun, compared part by part."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -8,8 +7,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeproof.core.observe.calls import Call
-from pipeproof.core.observe.recording import MADE
 from pipeproof.core.observe.shards import (
     InShards,
     Shard,
@@ -23,63 +20,14 @@ from pipeproof.records.rank_part import RankStages
 from pipeproof.reference.step import Site, dense
 from pipeproof.reference.unsharded import is_flat, is_gathered, is_wrapped, reduction_types, under_fully_shard, unshard
 from pipeproof.whitebox.handed_back import FlatShard, Gradient
-from pipeproof.wings.composed.ranks import Peers
-from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.rounding import length_in_pieces
+from pipeproof.wings.composed.start import Peers
 
 _GATHERED = (
     "weights that train are whole under fully_shard, as where it keeps them after the backward, or ignored by it: call "
     "reshard() on its modules before gradients()"
 )
 _FLAT = "stages in FullyShardedDataParallel are not checked so: use fully_shard, or check against a SingleDevice"
-_OTHER_DATA = (
-    "ranks that have a stage together are given other inputs in their first stage, or the same in another order: give "
-    "each the same at the same time"
-)
-_DRAWS = "stage {} draws random numbers, and layers that are cut among ranks draw others than it does put together"
-_ALIKE = (
-    "stage {} gives something else when it is put together than its ranks gave, all alike: a layer may be written for "
-    "a rank's part, as attention with that one's number of heads, or all ranks are wrong alike"
-)
-
 _Found = TypeVar("_Found")
-Part = tuple[int, str, str]  # a stage, a parameter, and which part of it
-
-
-def lengths_of(parts: Mapping[Part, float]) -> dict[Site, float]:
-    """Return the norms of gradients from the norms of all ``parts``."""
-    found: dict[Site, float] = {}
-    for (stage, name, _), one in parts.items():
-        found[stage, name] = math.hypot(found.get((stage, name), 0.0), one)
-    return found
-
-
-def other_data(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> str:
-    """Say why ranks of one replica cannot be assembled; empty if all have the same data.
-
-    ``calls``: this rank's, of the first stage. ``others``: each other rank's, of the replica.
-    """
-    own, *every = ([[one.digest for one in call.inputs] for call in there] for there in (calls, *others))
-    return "" if all(there == own for there in every) else _OTHER_DATA
-
-
-def in_doubt(own: StageRerun, others: Sequence[Sequence[Call]]) -> str:
-    """Say why the results of ``own``, cut inside, are unknown; empty if known.
-
-    ``others``: its calls on each other rank of the replica. An assembled stage is other code: only different outputs of
-    ranks prove one of them wrong.
-    """
-    made = [(k, number, call) for k, (where, number), call in own.wrong() if where == MADE]
-    if not made:
-        return ""
-    if own.drew:
-        return _DRAWS.format(own.stage)
-    alike = all(_digest(call, number) == _digest(calls[k], number) for k, number, call in made for calls in others)
-    return _ALIKE.format(own.stage) if alike else ""
-
-
-def _digest(call: Call, number: int) -> bytes:
-    return call.outputs[number].digest if number < len(call.outputs) else b""
 
 
 @dataclass(frozen=True)
@@ -122,7 +70,15 @@ class OwnShards:
         """
         peers.group()  # by all ranks at once, for to make it is for all
         cut = sorted(name for name, one in self.parameters.items() if isinstance(one, InShards))
-        whole = {name: self._whole(name, peers) for name in cut}
+        whole = dict[str, Tensor]()
+        for name in cut:
+            shape, here = self.stages.shapes[name], local_tensor(self.parameters[name])
+            every = Shard(tuple((0, length) for length in shape), shape)
+            placed = [self.every[rank].get(name, every) for rank in peers.ranks]
+            parts = zip(placed, peers.all_parts(here, [one.count for one in placed]), strict=True)
+            joined = join_shards([(one, part.view(one.lengths)) for one, part in parts])
+            assert joined is not None, "this rank has a part"
+            whole[name] = joined
         found = dict(self.stages.modules)
         for stage, module in self.stages.modules.items():
             names = {name: self.stages.rename(stage, name) for name, _ in _name_parameters(module)}
@@ -192,12 +148,6 @@ class OwnShards:
         """Return a ``whole`` gradient with zeros outside this rank's part."""
         return whole if whole is None or not self.lies(name) else self.in_place(name, self.part(name, whole))
 
-    def sizes(self, stage: int, gradients: Mapping[str, Tensor | None]) -> dict[Part, float]:
-        """Return the norms of this rank's gradients of a stage, by stage, name and place."""
-        names = [self.stages.rename(stage, name) for name, _ in self.stages.modules[stage].named_parameters()]
-        own = {name: one for name in names if (one := gradients.get(name)) is not None}
-        return {(stage, name, self.lies(name)): length_in_pieces(one) for name, one in own.items()}
-
     def lies(self, name: str) -> str:
         """Describe this rank's part of a gradient; empty if whole."""
         return str(self._shard(name) or "")
@@ -219,15 +169,6 @@ class OwnShards:
         """Rename results of ``found_in`` on each stage to the model's names."""
         every = ((k, pair) for k, module in self.stages.modules.items() for pair in found_in(module).items())
         return {self.stages.rename(stage, name): one for stage, (name, one) in every}
-
-    def _whole(self, name: str, peers: Peers) -> Tensor:
-        shape, here = self.stages.shapes[name], local_tensor(self.parameters[name])
-        whole = Shard(tuple((0, length) for length in shape), shape)
-        placed = [self.every[rank].get(name, whole) for rank in peers.ranks]
-        parts = peers.all_parts(here, [one.count for one in placed])
-        found = join_shards([(one, part.view(one.lengths)) for one, part in zip(placed, parts, strict=True)])
-        assert found is not None, "this rank has a part"
-        return found
 
 
 def _name_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

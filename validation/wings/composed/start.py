@@ -1,24 +1,153 @@
-"""Start of a composed step: what each rank brings, and what all agree upon."""
+"""Start of a composed step: what each rank brings, and what all agree upon: lines, peers, stages and options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pipeproof.core.observe.calls import Call
+from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.observe.tensors_in import tensors_in
 from pipeproof.records.rank_part import Arrival, RankStages, Run, places_of
 from pipeproof.records.record import RankStage, RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.ranks import Peers, RankLines
-from pipeproof.wings.composed.sources import TARGETS, Data
+from pipeproof.wings.composed.link import TARGETS, Data, StageCalls
 
+Each = TypeVar("Each")
+Ranks = tuple[int, ...]
+_Groups = dict[tuple[Ranks, ...], dict[Ranks, dist.ProcessGroup]]
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()  # by the group of all ranks
+belongs_to_rank(__name__, "_groups", fresh=lambda _: WeakKeyDictionary())
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 _UNSPLIT = "there are replicas, and it is unknown which replica runs which microbatches: pass each replica its own"
+
+
+@dataclass(frozen=True)
+class RankLines:
+    """Lines of ranks that ``run`` a step; ``rank`` is in one line.
+
+    ``data``: for every line, the first line with the same microbatches. Such lines are parts of one replica, as in
+    tensor parallelism; otherwise every line is a replica.
+    """
+
+    run: Run = field(default_factory=lambda: Run((0,), (), (None,)))
+    rank: int = 0
+    data: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(cls, run: Run, rank: int, arrivals: Sequence[Arrival], *, together: int) -> Self:
+        """Build the lines of ``run``; ``together`` ranks share a stage that is cut inside."""
+        every, brought = tuple(range(run.count)), dict[int, tuple[str, ...]]()
+        for line, one in zip(run.replicas, arrivals, strict=True):
+            if one.microbatches is not None:
+                brought.setdefault(line, one.microbatches)
+        first: dict[tuple[str, ...] | None, int] = {}
+        data = tuple(first.setdefault(brought.get(line), line) for line in every)
+        parts = together > 1 and all(data.count(one) == together for one in data)
+        return cls(run, rank, data if parts else every)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model."""
+        return len({*self.data})
+
+    @property
+    def together(self) -> int:
+        """Number of lines in a replica."""
+        return self.run.count // self.replicas
+
+    @property
+    def split(self) -> bool:
+        """True if the split of microbatches among replicas is known."""
+        return self.replicas == 1 or self.run.apart
+
+    @property
+    def own(self) -> int:
+        """Number of this rank's line."""
+        return self.run.replicas[self.rank]
+
+    @property
+    def replica_of_rank(self) -> list[int]:
+        """The replica of each rank, by the number of its first line."""
+        return [self.data[line] for line in self.run.replicas]
+
+    def of_parts(self, every: Sequence[Mapping[int, StageCalls]], stage: int, count: int) -> list[tuple[Call, ...]]:
+        """Return the last ``count`` calls of ``stage`` on each other rank in this replica."""
+        replicas = self.replica_of_rank
+        others = [rank for rank, of in enumerate(replicas) if of == replicas[self.rank] and rank != self.rank]
+        calls = [every[rank][stage].calls for rank in others if stage in every[rank]]
+        return [one[len(one) - count :] for one in calls if len(one) >= count]
+
+    def of_line(self, every: Sequence[Each], line: int | None = None) -> list[Each]:
+        """Select one line's entries from all ranks' entries; by default this rank's line."""
+        own = self.own if line is None else line
+        return [one for one, of in zip(every, self.run.replicas, strict=True) if of == own]
+
+    def all_pairs(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
+        """Join the microbatches of all replicas, ``given`` by ranks."""
+        leading = [None if self.data[line] != line else one for one, line in zip(given, self.run.replicas, strict=True)]
+        return self.run.together(leading)
+
+    def own_divisor(self, given: float | None, microbatches: int) -> float:
+        """Return a replica's divisor for this many microbatches, when gradients are averaged over replicas."""
+        return float(microbatches or 1) if given is None else given / self.replicas
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks with the same stages as this ``rank``, and a process group for the check.
+
+    ``stages``: each rank's. The group is separate from the job's, and lasts as long as the group over all ranks.
+    """
+
+    rank: int
+    stages: Sequence[Sequence[int]]
+    bound_s: float
+
+    @property
+    def ranks(self) -> Ranks:
+        """The peers, in order."""
+        return self._with(self.stages[self.rank])
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group over the peers; None for a single peer. Every rank must ask for it."""
+        every = tuple(dict.fromkeys(map(self._with, self.stages)))
+        if all(len(ranks) < 2 for ranks in every):
+            return None
+        world, bound = dist.group.WORLD, timedelta(seconds=self.bound_s)
+        assert world is not None, "several ranks have the same stages"
+        groups = _groups.setdefault(world, {})
+        if every not in groups:
+            made = {ranks: dist.new_group(list(ranks), timeout=bound) for ranks in every}
+            groups[every] = {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
+        return groups[every].get(self.ranks)
+
+    def all_parts(self, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Gather every peer's flat part, with lengths ``counts``; ``own``: this rank's part. Every peer calls this.
+
+        It calls ``all_gather`` with bytes, because some backends lack some types.
+        """
+        group, flat = self.group(), own.detach().contiguous().flatten()
+        if group is None:
+            return [flat]
+        sent = flat.new_zeros(max(counts))
+        sent[: flat.numel()] = flat
+        came = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather([one.view(torch.uint8) for one in came], sent.view(torch.uint8), group=group)
+        return [one[:count] for one, count in zip(came, counts, strict=True)]
+
+    def _with(self, those: Sequence[int]) -> Ranks:
+        return tuple(rank for rank, own in enumerate(self.stages) if tuple(own) == tuple(those))
 
 
 @dataclass(frozen=True)
@@ -32,13 +161,13 @@ class ChainStart:
     data: Data | None
     stages: Sequence[int] = ()
     first: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)  # that all ranks must share
     together: int = 1
     tied: Sequence[str] = ()
 
     @staticmethod
     def of(given: Pairs | None, own: RankStages, against: AgainstItself, *, together: int = 1) -> "ChainStart":
-        """Build a rank's contribution. Raises ``RecordError`` if it fits no chain."""
+        """Build a rank's contribution, without microbatches. Raises ``RecordError`` if it fits no chain."""
         if given is not None and not given:
             raise RecordError("microbatches is empty: expected those of the step")
         firsts: dict[int, int] = {}
@@ -55,7 +184,14 @@ class ChainStart:
             for name, one in module.named_parameters()
             for full in [own.rename(stage, name)]
         }
-        return ChainStart(None, tuple(own.modules), first, _shared_options(own, against), together, tuple(tied))
+        options = {word: getattr(against.contract, word) for word in ("loss_divisor", "loss_scale", "warmup", "ties")}
+        options |= {word: getattr(against, word) for word in ("max_norm", "stages", "every")}
+        options["accumulation"] = str(against.accumulation)
+        # A rank without trainable weights needs no optimizer.
+        trains = any(one.requires_grad for module in own.modules.values() for one in module.parameters())
+        for word in ("scaler", "build", *(("optimizer", "masters") if trains else ())):
+            options[word] = "not given" if getattr(against, word) is None else "given"
+        return ChainStart(None, tuple(own.modules), first, options, together, tuple(tied))
 
     def with_data(self, given: Pairs | None) -> "ChainStart":
         """Return it with microbatches: for each, tensors by number, inputs before targets."""
@@ -94,8 +230,25 @@ class Agreed:
 
     @property
     def problems(self) -> dict[int, str]:
-        """Reasons why this forms no chain, by rank; empty if it does."""
-        return problems_of(self.starts, self.lines.run.replicas) or ({} if self.lines.split else {0: _UNSPLIT})
+        """Reasons why a replica's ranks form no chain, by rank; empty if they do."""
+        first: dict[str, tuple[int, object]] = {}
+        ranks: dict[int, list[int]] = {}
+        for rank, start in enumerate(self.starts):
+            for word, value in start.options.items():
+                of, other = first.setdefault(word, (rank, value))
+                if value != other:
+                    return {rank: f"{word} is {value}, and {other} on rank {of}: give all ranks the same"}
+            for stage in start.stages:
+                ranks.setdefault(stage, []).append(rank)
+        for stage, those in sorted(ranks.items()):
+            if len({self.lines.run.replicas[rank] for rank in those}) < len(those):
+                return {those[1]: f"stage {stage} is on rank {those[0]}, too; {_ONE_OF_EACH}"}
+        names = {name for start in self.starts for name in start.first}
+        if lost := [name for start in self.starts for name in start.tied if name not in names]:
+            return {0: f"ties has {lost[0]!r}, which no stage holds: give the names that weights have in the model"}
+        if gone := sorted({*range(max(ranks, default=0) + 1)} - ranks.keys()):
+            return {0: f"no rank has stage {gone[0]}: number the stages from 0, along the data path"}
+        return {} if self.lines.split else {0: _UNSPLIT}
 
     @property
     def data(self) -> Data:
@@ -117,11 +270,6 @@ class Agreed:
         own = self.lines.of_line([(rank, one.stages) for rank, one in enumerate(self.starts)])
         return [rank for _, rank in sorted((stage, rank) for rank, stages in own for stage in stages)]
 
-    @property
-    def alike(self) -> bool:
-        """True if all replicas have equally many microbatches."""
-        return len({len(one.data) for one in self.starts if one.data is not None}) == 1
-
     @cached_property
     def copies(self) -> dict[str, dict[int, str]]:
         """Names of each shared parameter, by its first name and stage."""
@@ -130,42 +278,3 @@ class Agreed:
             for _, stage in those:
                 found.setdefault(self.first.get(name, name), {}).setdefault(stage, name)
         return {one: names for one, names in found.items() if len(names) > 1}
-
-
-def problems_of(starts: Sequence[ChainStart], replicas: Sequence[int]) -> dict[int, str]:
-    """Return reasons why a replica's ranks form no chain, by rank; empty if they do."""
-    first: dict[str, tuple[int, object]] = {}
-    ranks: dict[int, list[int]] = {}
-    for rank, start in enumerate(starts):
-        for word, value in start.options.items():
-            of, other = first.setdefault(word, (rank, value))
-            if value != other:
-                return {rank: f"{word} is {value}, and {other} on rank {of}: give all ranks the same"}
-        for stage in start.stages:
-            ranks.setdefault(stage, []).append(rank)
-    for stage, those in sorted(ranks.items()):
-        if len({replicas[rank] for rank in those}) < len(those):
-            return {those[1]: f"stage {stage} is on rank {those[0]}, too; {_ONE_OF_EACH}"}
-    names = {name for start in starts for name in start.first}
-    if lost := [name for start in starts for name in start.tied if name not in names]:
-        return {0: f"ties has {lost[0]!r}, which no stage holds: give the names that weights have in the model"}
-    if gone := sorted({*range(max(ranks, default=0) + 1)} - ranks.keys()):
-        return {0: f"no rank has stage {gone[0]}: number the stages from 0, along the data path"}
-    return {}
-
-
-def names_in(model: nn.Module) -> dict[str, str]:
-    """Map each parameter name in the model to the parameter's first name."""
-    first: dict[int, str] = {}
-    return {n: first.setdefault(id(one), n) for n, one in model.named_parameters(remove_duplicate=False)}
-
-
-def _shared_options(own: RankStages, against: AgainstItself) -> dict[str, Any]:
-    """Return the options that all ranks must share. A rank without trainable weights needs no optimizer."""
-    options = {word: getattr(against.contract, word) for word in ("loss_divisor", "loss_scale", "warmup", "ties")}
-    options |= {word: getattr(against, word) for word in ("max_norm", "stages", "every")}
-    options["accumulation"] = str(against.accumulation)
-    trains = any(one.requires_grad for module in own.modules.values() for one in module.parameters())
-    for word in ("scaler", "build", *(("optimizer", "masters") if trains else ())):
-        options[word] = "not given" if getattr(against, word) is None else "given"
-    return options

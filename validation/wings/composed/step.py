@@ -6,7 +6,6 @@ The contract, the model's names, a trace, or the ranks give each module's stage.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.rank_part import AdapterNames, Rename
 from pipeproof.records.step_record import Pairs
-from pipeproof.whitebox.handed_back import FlatShard, HandBackError, StepResult, understood
+from pipeproof.whitebox.handed_back import HandBackError, StepResult, understood
 from pipeproof.whitebox.matching import rename
 from pipeproof.whitebox.rank import ModulePart, Origin, RankOrder, parameters_of
 from pipeproof.whitebox.stages_in_order import Flow, PlacedStage, in_order
@@ -82,101 +81,82 @@ class StageByStage(AgainstItself):
                 raise
             finally:
                 watcher.close()
-            made = _StepOnRank(context.rank, order, handed, origin, watcher, list_sent())
+            sent = list_sent()
         whole = [] if model is None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        stages = made.stages(whole, bound_s)
+        stages, names = _stages_of(order, handed, watcher, origin, whole=whole, sent=sent, bound_s=bound_s)
         said = replace(self.contract, accumulation=handed.accumulation, loss_scale=handed.loss_scale)
-        named = AdapterNames(lambda stage, name: made.name(stages[stage], name), cure=_NAMED)
+        named = AdapterNames(lambda stage, name: names[stage].get(name, name), cure=_NAMED)
         check = ComposedCheck(stages, given, against=replace(self, contract=said), rename=named, timeout_s=bound_s)
+        weights = {
+            named(stage, name): one
+            for stage, module in stages.items()
+            for name, one in module.named_parameters(remove_duplicate=False)
+        }
+        begun = {
+            name: one for name, weight in weights.items() if (one := first_use.initial_gradient(weight)) is not None
+        }
+        known = handed.by_parameter  # None: in ``.grad``
         with _as_begun(stages, first_use):
             check.take(watcher)
             if why := first_use.weights.broken or first_use.sums.broken:
                 check.refuse(f"what the step began with was not observed: {why}")
             with check:
-                check.begin(made.initial_gradients(stages, first_use))
-                check.gradients(made.gradients(stages))
+                check.begin(begun)
+                check.gradients(None if known is None else {name: known.get(id(one)) for name, one in weights.items()})
                 check.report(losses=handed.by_microbatch or None, loss=handed.whole_loss, norm=handed.norm)
         return check.verdict
 
 
-@dataclass(frozen=True)
-class _StepOnRank:
-    """A rank's step result, with facts about its modules; ``sent``: its messages."""
+def _stages_of(
+    order: RankOrder,
+    handed: StepResult,
+    watcher: Watcher,
+    origin: Origin,
+    *,
+    whole: Sequence[str],
+    sent: Mapping[Message, Sent],
+    bound_s: float,
+) -> tuple[dict[int, nn.Module], dict[int, dict[str, str]]]:
+    """The watched modules by the number of their stage, and their parameters' names in the whole model, by name.
 
-    rank: int
-    order: RankOrder
-    handed: StepResult
-    origin: Origin
-    watcher: Watcher
-    sent: Mapping[Message, Sent]
-
-    def stages(self, whole: Sequence[str], bound_s: float) -> dict[int, nn.Module]:
-        """The watched modules by the number of their stage. ``whole``: the model's names, if they are known."""
-        if wrong := next(self._wrong(), ""):
-            raise HandBackError(f"{self.order.name} handed back {wrong}")
-        modules, contract = self._modules, self.order.contract
-        calls = [self.watcher.calls(module, warmup=contract.warmup) or [] for module in modules]
-        names = [frozenset(self._names[id(module)].values()) for module in modules]
-        mine = Modules(names, [Flow.of(one) for one in calls], stages_of_actions(self.handed.actions(self.rank), calls))
-        every: list[tuple[Modules, Mapping[Message, Sent]]] = exchange().gather(
-            (mine, self.sent), what="the modules that were handed back", bound_s=bound_s
-        )
-        sent = {message: what for _, messages in every for message, what in messages.items()}
-        for call in (call for one in calls for call in one):
-            call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
-        known = self.order.replicas, whole, self.order.name, contract.stages
-        own = stage_numbers([one for one, _ in every], *known)[self.rank]
-        if len({*own}) < len(modules):
-            raise HandBackError(f"{self.order.name} handed back a stage twice: expected each of its modules once")
-        return dict(zip(own, modules, strict=True))
-
-    def _wrong(self) -> Iterator[str]:
-        """Yield results that cannot be rerun or compared."""
-        handed = self.handed
-        if not handed.modules and handed.gradients is not None:
-            yield "gradients alone: hand back its modules, too, for they run again"
-        for number, module in enumerate(handed.modules):
-            if self.watcher.find_watched(module) is None:
-                yield f"module {number}, which was not watched: call watch(module) before its first call"
-        if handed.outputs:
-            yield "outputs, which no whole model is there to give: leave them out"
-        if any(isinstance(one, tuple) for one in (handed.by_parameter or {}).values()):
-            yield "a part of a gradient by its index: expected a FlatShard"
-
-    @cached_property
-    def _modules(self) -> list[nn.Module]:
-        return [found for one in self.handed.modules if (found := self.watcher.find_watched(one)) is not None]
-
-    @cached_property
-    def _names(self) -> dict[int, dict[str, str]]:
-        """Return the whole model's parameter names by module id and name in the module."""
-        said = self.handed.names if self.order.contract.names is None else self.order.contract.names
-        return {
-            id(module): {
-                name: rename(said, name, rank=self.rank, chunk=chunk) or self.origin.name(holder, leaf, one) or name
-                for name, holder, leaf, one in parameters_of(module)
-            }
-            for chunk, module in enumerate(self._modules)
+    ``whole``: the model's names, if they are known. ``sent``: this rank's messages.
+    """
+    contract, ranks = order.contract, exchange()
+    modules = [found for one in handed.modules if (found := watcher.find_watched(one)) is not None]
+    unwatched = [k for k, one in enumerate(handed.modules) if watcher.find_watched(one) is None]
+    alone = handed.gradients is not None and not handed.modules
+    by_index = any(isinstance(one, tuple) for one in (handed.by_parameter or {}).values())
+    first = f"module {min(unwatched, default=0)}, which was not watched: call watch(module) before its first call"
+    wrong = {  # what cannot be rerun or compared
+        "gradients alone: hand back its modules, too, for they run again": alone,
+        first: unwatched,
+        "outputs, which no whole model is there to give: leave them out": handed.outputs,
+        "a part of a gradient by its index: expected a FlatShard": by_index,
+    }
+    for what in (what for what, found in wrong.items() if found):
+        raise HandBackError(f"{order.name} handed back {what}")
+    said = handed.names if contract.names is None else contract.names
+    names = [
+        {
+            name: rename(said, name, rank=ranks.rank, chunk=chunk) or origin.name(holder, leaf, one) or name
+            for name, holder, leaf, one in parameters_of(module)
         }
-
-    def name(self, module: nn.Module, name: str) -> str:
-        """Return a parameter's name in the whole model."""
-        return self._names[id(module)].get(name, name)
-
-    def initial_gradients(self, stages: Mapping[int, nn.Module], first_use: FirstUse) -> dict[str, Tensor]:
-        """Return nonzero initial gradients."""
-        found = {name: first_use.initial_gradient(one) for name, one in self._parameters(stages)}
-        return {name: one for name, one in found.items() if one is not None}
-
-    def gradients(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor | FlatShard | None] | None:
-        """Return the gradients handed back; None if in ``.grad``."""
-        known = self.handed.by_parameter
-        return None if known is None else {name: known.get(id(one)) for name, one in self._parameters(stages)}
-
-    def _parameters(self, stages: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-        for module in stages.values():
-            for name, one in module.named_parameters(remove_duplicate=False):
-                yield self.name(module, name), one
+        for chunk, module in enumerate(modules)
+    ]
+    calls = [watcher.calls(module, warmup=contract.warmup) or [] for module in modules]
+    traced, flows = stages_of_actions(handed.actions(ranks.rank), calls), [Flow.of(one) for one in calls]
+    mine = Modules([frozenset(one.values()) for one in names], flows, traced)
+    every: list[tuple[Modules, Mapping[Message, Sent]]] = ranks.gather(
+        (mine, sent), what="the modules that were handed back", bound_s=bound_s
+    )
+    sent = {message: what for _, messages in every for message, what in messages.items()}
+    for call in (call for one in calls for call in one):
+        call.came = {tensor: came.join(sent) for tensor, came in call.came.items()}
+    known = order.replicas, whole, order.name, contract.stages
+    own = stage_numbers([one for one, _ in every], *known)[ranks.rank]
+    if len({*own}) < len(modules):
+        raise HandBackError(f"{order.name} handed back a stage twice: expected each of its modules once")
+    return dict(zip(own, modules, strict=True)), dict(zip(own, names, strict=True))
 
 
 @contextmanager
@@ -231,41 +211,28 @@ def stage_numbers(
     ``whole``: the model's names in order, if known. ``said``: a pipeline's stages by rank, from the contract. Raises
     ``HandBackError`` if the stages remain unknown, or contradict ``said``.
     """
+    places, known = replicas.places, frozenset(whole)
     if said:
-        both = zip(every, replicas.places, strict=True)
-        return [_stages_declared(rank, one, said[place : place + 1]) for rank, (one, place) in enumerate(both)]
-    if whole:
-        return _by_names(every, whole, step)
+        for rank, (one, place) in enumerate(zip(every, places, strict=True)):
+            own = [number for numbers in said[place : place + 1] for number in numbers]
+            if len(own) != len(one.names) or one.traced not in (None, own):
+                seen = some(len(one.names), "module") if one.traced is None else f"the stages {one.traced}"
+                what = f"has {own} for rank {rank}, which handed back {seen}"
+                raise HandBackError(f"stages of the contract {what}: mend one")
+        return [[number for numbers in said[place : place + 1] for number in numbers] for place in places]
+    if whole:  # by the order of names in the model; replicas share them
+        found = dict[frozenset[str], PlacedStage]()
+        for rank, chunk, names in ((rank, *pair) for rank, one in enumerate(every) for pair in enumerate(one.names)):
+            if not (mine := names & known):
+                raise HandBackError(Reason.STAGES.doubt(_STRANGER.format(step, min(names, default="no weights"))))
+            named = dict(enumerate(sorted(mine)))
+            found.setdefault(mine, PlacedStage(len(found), rank, ModulePart((), ()), named, {}, chunk))
+        ordered = in_order([*found.values()], [*whole], frozenset, lambda *_: False)
+        index = {stage.held: stage.index for stage in ordered}
+        return [[index[names & known] for names in one.names] for one in every]
     if all(one.traced is not None for one in every):
         return [one.traced or () for one in every]
-    return _by_ranks(every, replicas.places, step)
-
-
-def _stages_declared(rank: int, one: Modules, said: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the contract's stages for ``rank``; empty without ``said``."""
-    own = [number for numbers in said for number in numbers]
-    if len(own) != len(one.names) or one.traced not in (None, own):
-        observed = some(len(one.names), "module") if one.traced is None else f"the stages {one.traced}"
-        raise HandBackError(f"stages of the contract has {own} for rank {rank}, which handed back {observed}: mend one")
-    return own
-
-
-def _by_names(every: Sequence[Modules], whole: Collection[str], step: str) -> list[list[int]]:
-    """Number stages by the order of names in the model; replicas share them."""
-    known = frozenset(whole)
-    found = dict[frozenset[str], PlacedStage]()
-    for rank, one in enumerate(every):
-        for chunk, names in enumerate(one.names):
-            if not (own := names & known):
-                raise HandBackError(Reason.STAGES.doubt(_STRANGER.format(step, min(names, default="no weights"))))
-            named = dict(enumerate(sorted(own)))
-            found.setdefault(own, PlacedStage(len(found), rank, ModulePart((), ()), named, {}, chunk))
-    index = {stage.held: stage.index for stage in in_order([*found.values()], [*whole], frozenset, lambda *_: False)}
-    return [[index[names & known] for names in one.names] for one in every]
-
-
-def _by_ranks(every: Sequence[Modules], places: Sequence[int], step: str) -> list[list[int]]:
-    """Number stages by rank, if each has at most one module and tensors follow the ranks."""
+    # By rank, if each has at most one module and tensors follow the ranks.
     order = sorted({place for place, one in zip(places, every, strict=True) if one.names})
     numbers = [[order.index(place) for _ in one.names] for place, one in zip(places, every, strict=True)]
     flows = [(own[0], one.flows[0]) for own, one in zip(numbers, every, strict=True) if own]

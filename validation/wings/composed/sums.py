@@ -12,22 +12,13 @@ from pipeproof.core.observe.shards import Shard, find_untiled
 from pipeproof.core.tolerance import Floor
 from pipeproof.explain.tied import Shares, shares_of
 from pipeproof.reference.accumulation import add_parts
-from pipeproof.wings.composed.ranks import Peers
 from pipeproof.wings.composed.rounding import length_in_pieces
 from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.wings.composed.start import Peers
 from pipeproof.worlds.side_store import Exchange
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what not every backend adds up
 _Share = tuple[str, int]  # a parameter's first name, and a stage
-
-
-@dataclass(frozen=True)
-class _Lengths:
-    """Norms of a sum: this replica's, ``every`` replica's together, and the ``whole``."""
-
-    own: float
-    every: float
-    whole: float
 
 
 @dataclass
@@ -44,7 +35,7 @@ class ReplicaSums:
     together: int = 1
     hooks: Mapping[str, str] = field(default_factory=dict)
     untiled: dict[str, str] = field(default_factory=dict)
-    _lengths: dict[str, _Lengths] = field(default_factory=dict)
+    _lengths: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # of this part, all parts, the whole
 
     def sum(self, sums: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Sum over all replicas, consuming ``sums``.
@@ -67,28 +58,28 @@ class ReplicaSums:
         for name in sorted({name for one in given for name in one}):
             site = places[name], id(parameters[name])
             if site not in found:
-                found[site] = self._reduce(group, sums.get(name), name)
+                if (own := sums.get(name)) is None:  # this replica may lack one
+                    own = self.own.stages.parameters[name].new_zeros(self.own.stages.shapes[name])
+                wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
+                dist.all_reduce(wide, group=group)
+                found[site] = (wide if self.together == 1 else wide / self.together).to(own.dtype)
             each = math.fsum(one.get(name, 0.0) for one in given) / self.together
-            self._lengths[name] = _Lengths(lengths.get(name, 0.0), each, length_in_pieces(found[site]))
+            self._lengths[name] = lengths.get(name, 0.0), each, length_in_pieces(found[site])
             wholes[name] = found[site]
         return wholes
 
-    @property
-    def replicas(self) -> int:
-        """Number of replicas."""
-        return len(self.peers.ranks) // self.together
-
     def floor(self, name: str, own: Floor) -> Floor:
         """Scale the floor ``own`` from this replica to the sum over all: each rounds as much."""
-        lengths, narrow = self._lengths.get(name), self.own.reduced_in.get(name)
+        narrow = self.own.reduced_in.get(name)
         own = own if narrow is None else own.through(narrow)
-        if lengths is None:
+        if name not in self._lengths:
             return own
-        return own.of_sum(lengths.own, parts=self.replicas, whole=lengths.whole, every=lengths.every)
+        part, every, whole = self._lengths[name]
+        return own.of_sum(part, parts=len(self.peers.ranks) // self.together, whole=whole, every=every)
 
     def size(self, name: str, own: Tensor) -> float:
         """Norm of this replica's sum; ``own``: the sum, unless consumed."""
-        return self._lengths[name].own if name in self._lengths else length_in_pieces(own)
+        return self._lengths[name][0] if name in self._lengths else length_in_pieces(own)
 
     def _find_untiled(self, parts: Sequence[Mapping[str, Shard]]) -> None:
         """Find gradients whose ``parts`` on all peers leave gaps; a rank without a shard has the whole gradient.
@@ -104,14 +95,6 @@ class ReplicaSums:
                 size = (math.prod(self.own.stages.shapes[name]),)
                 if why := find_untiled([replace(one[name], shape=size) for one in parts]):
                     self.untiled[name] = why
-
-    def _reduce(self, group: dist.ProcessGroup, own: Tensor | None, name: str) -> Tensor:
-        """Sum one parameter's gradient over the group; this replica may lack one."""
-        if own is None:
-            own = self.own.stages.parameters[name].new_zeros(self.own.stages.shapes[name])
-        wide = own.to(_WIDE.get(own.dtype, own.dtype)).contiguous()
-        dist.all_reduce(wide, group=group)
-        return (wide if self.together == 1 else wide / self.together).to(own.dtype)
 
 
 @dataclass
@@ -153,8 +136,13 @@ class StageShares:
             self.given.append(self._address(key))
             self.exchange.give(self.given[-1], share)
         for first in dict.fromkeys(first for first, _, _ in here):
-            stages = [stage for stage in sorted(self.copies[first]) if (first, stage) in there]
-            self.known[first] = {stage: self._share((first, stage), given) for stage in stages}
+            self.known[first] = known = {}
+            for stage in [stage for stage in sorted(self.copies[first]) if (first, stage) in there]:
+                if (first, stage) in given:
+                    known[stage] = given[first, stage]
+                    continue
+                share = self.exchange.take(self._address((first, stage)), bound_s=self.bound_s)
+                known[stage] = share.to(next(iter(given.values())).device) if given else share
         return {name: add_parts(list(self.known[first].values())) for first, _, name in here}
 
     def look_at(self, name: str, observed: Tensor | None, limit: float) -> Shares:
@@ -164,12 +152,6 @@ class StageShares:
     def clear(self) -> None:
         """Delete published shares."""
         self.exchange.clear(self.given)
-
-    def _share(self, key: _Share, given: Mapping[_Share, Tensor]) -> Tensor:
-        if key in given:
-            return given[key]
-        found = self.exchange.take(self._address(key), bound_s=self.bound_s)
-        return found.to(next(iter(given.values())).device) if given else found
 
     def _address(self, share: _Share) -> str:
         name, stage = share

@@ -1,8 +1,7 @@
 """A step's update of a rank's weights, compared with the update by a copy of its optimizer."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +42,7 @@ _BY_ELEMENT = (  # optimizers that treat elements independently
 )
 
 
-@dataclass(frozen=True)
-class Update:
-    """Weights by the model's names, ``before`` and ``after`` the optimizer's step; of shards, the local part."""
-
-    before: Mapping[str, Tensor]
-    after: Mapping[str, Tensor]
+Weights = Mapping[str, Tensor]  # by the model's names; of shards, the local part
 
 
 class WeightsAfter:
@@ -63,7 +57,7 @@ class WeightsAfter:
         self.foreseen = False
         self.causes: list[Cause] = []
         self._own, self._ledger = own, ledger
-        self._update: Update | None = None
+        self._update: tuple[Weights, Weights] | None = None  # before the optimizer's step, and after it
         copies = {id(weight): copy for weight, copy in (masters or {}).items()}
         self._masters = {name: copies[id(one)] for name, one in own.parameters.items() if id(one) in copies}
         self._before = {name: own.parameters[name].detach().clone() for name in self._masters}
@@ -102,26 +96,23 @@ class WeightsAfter:
         if not self.foreseen:
             return
         if self._update is not None:
-            before, after = self._update.before, self._update.after
+            before, after = self._update
             expected = ExpectedOperation("train", (), (), before=before, parameters=after)
             at = Comparison(expected, Unmeasured(precision_among(before.values())), self._ledger)
             for name, one in self._own.parameters.items():
                 if name in after:
                     at.parameter(name, self._masters.get(name, one), rank=rank, stage=self._own.places[name])
-            self._leave_out(after, begun)
+            trained, moved = list[str](), list[str]()
+            for stage, digests in begun.items():
+                for name, one in self._own.modules[stage].named_parameters(remove_duplicate=False):
+                    if (full := self._own.rename(stage, name)) not in after:
+                        if one.requires_grad:
+                            trained.append(full)
+                        elif digest(local_tensor(one)) != digests[name]:
+                            moved.append(full)
+            self._ledger.leave_out(LAW, trained, "optimizer= does not hold them", Reason.OPTIMIZER)
+            self._ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them", Reason.OPTIMIZER)
         self._enter_masters(rank)
-
-    def _leave_out(self, after: Mapping[str, Tensor], begun: Mapping[int, Mapping[str, bytes]]) -> None:
-        trained, moved = list[str](), list[str]()
-        for stage, before in begun.items():
-            for name, one in self._own.modules[stage].named_parameters(remove_duplicate=False):
-                if (full := self._own.rename(stage, name)) not in after:
-                    if one.requires_grad:
-                        trained.append(full)
-                    elif digest(local_tensor(one)) != before[name]:
-                        moved.append(full)
-        self._ledger.leave_out(LAW, trained, "optimizer= does not hold them", Reason.OPTIMIZER)
-        self._ledger.leave_out(LAW, moved, "they moved, and optimizer= does not hold them", Reason.OPTIMIZER)
 
     def _enter_masters(self, rank: int) -> None:
         wrong: dict[int, list[str]] = {}
@@ -134,18 +125,16 @@ class WeightsAfter:
             if not holds:
                 wrong.setdefault(stage, []).append(name)
         for stage, names in wrong.items():
-            single, change = names[0] if len(names) == 1 else None, self._describe(names)
+            change = "after the step, not the master copy in its own type"
+            if self._unlike.issuperset(names):
+                change = "as the step began, not the master copy in its own type"
+            elif self._unlike.isdisjoint(names) and all(
+                same_bits(self._own.parameters[name].detach(), self._before[name]) for name in names
+            ):
+                change = "as before the step, while the master copy moved"
+            single = names[0] if len(names) == 1 else None
             detail = change if single else f"{first_few(names)}: {change}"
             self.causes.append(Cause("update", rank=rank, stage=stage, parameter=single, detail=detail))
-
-    def _describe(self, names: Sequence[str]) -> str:
-        """Describe the mismatch of these weights, if all have the same."""
-        if self._unlike.issuperset(names):
-            return "as the step began, not the master copy in its own type"
-        still = all(same_bits(self._own.parameters[name].detach(), self._before[name]) for name in names)
-        if still and self._unlike.isdisjoint(names):
-            return "as before the step, while the master copy moved"
-        return "after the step, not the master copy in its own type"
 
     def _is_copied(self, name: str) -> bool:
         weight = self._own.parameters[name].detach()
@@ -157,20 +146,18 @@ def expect_update(
     parameters: Mapping[str, Tensor],
     given: Mapping[str, Any],
     factor: float | None,
-) -> Update:
+) -> tuple[Weights, Weights]:
     """Predict the update of ``parameters`` by copies of ``optimizers``, before they step.
 
     ``given``: gradients outside ``.grad``, by name. It needs memory for another copy of weights and states. Raises
     ``RecordError`` if a copy behaves differently from its optimizer.
     """
-    parts = [part for one in optimizers for part in _with_inner(one)]
-    for part in parts:
-        _check(part)
+    parts = list(_parts_of(optimizers))
     own = {id(one) for part in parts for group in part.param_groups for one in group["params"]}
     some = {name: one for name, one in parameters.items() if id(one) in own}
     before = {name: local_tensor(one).detach().clone() for name, one in some.items()}
     if factor is None:
-        return Update(before, before)
+        return before, before
     copies, twins = _twins(some, parts)
     for name, copy in copies.items():
         gradient = given[name] if name in given else some[name].grad
@@ -185,30 +172,30 @@ def expect_update(
             local_tensor(some[name]).copy_(before[name])
     if moved:
         raise RecordError("its copy moved the weights themselves, which are put back")
-    return Update(before, {name: copy.detach() for name, copy in copies.items()})
+    return before, {name: copy.detach() for name, copy in copies.items()}
 
 
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return ``optimizer`` and the optimizers among its attributes."""
-    found = [optimizer]
-    for one in found:
-        inner = [leaf for leaf in tree_leaves([*vars(one).values()]) if isinstance(leaf, Optimizer)]
-        found += [leaf for leaf in inner if all(leaf is not other for other in found)]
-    return found
+def _parts_of(optimizers: Sequence[Optimizer]) -> Iterator[Optimizer]:
+    """Yield ``optimizers``, each with those among its attributes.
 
-
-def _check(optimizer: Optimizer) -> None:
-    """Raise ``RecordError`` unless a copy steps like ``optimizer``: by its class's step, on local data."""
-    own, kind = vars(optimizer), type(optimizer)
-    hooks = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")]
-    hooks += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    step = own.get("step")  # a learning rate schedule's replacement only counts calls
-    counts = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is kind.step
-    if any(hooks) or not (step is None or counts):
-        raise RecordError("its step has hooks, or was replaced by another function")
-    weights = (one for group in optimizer.param_groups for one in group["params"])
-    if kind not in _BY_ELEMENT and any(local_tensor(one) is not one for one in weights):
-        raise RecordError("it has shards, and may look at whole weights")
+    Raises ``RecordError`` unless a copy steps like each: by its class's step, on local data.
+    """
+    every = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    for optimizer in optimizers:
+        found = [optimizer]
+        for one in found:
+            own, kind = vars(one), type(one)
+            inner = [leaf for leaf in tree_leaves([*own.values()]) if isinstance(leaf, Optimizer)]
+            found += [leaf for leaf in inner if all(leaf is not other for other in found)]
+            step = own.get("step")  # a learning rate schedule's replacement only counts calls
+            counts = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is kind.step
+            hooks = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), *every]
+            if any(hooks) or not (step is None or counts):
+                raise RecordError("its step has hooks, or was replaced by another function")
+            weights = (weight for group in one.param_groups for weight in group["params"])
+            if kind not in _BY_ELEMENT and any(local_tensor(weight) is not weight for weight in weights):
+                raise RecordError("it has shards, and may look at whole weights")
+        yield from found
 
 
 def _twins(

@@ -44,14 +44,12 @@ class WeightHere:
 
 def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> None:
     """Enter whether replicas of a stage began with the same weights."""
-    first: dict[tuple[Site, str], tuple[int, bytes]] = {}
-    for rank, weights in enumerate(ranks):
-        for (stage, name), (part, digest) in weights.items():
-            at, expected = first.setdefault(((stage, name), part), (rank, digest))
-            if at != rank:
-                place = Heading.at(_LAW, 0, rank=rank, stage=stage, parameter=name)
-                ledger.hold(place, digest == expected, "other weights", f"rank {at}'s weights")
-    if sum(map(len, ranks)) == len(first):
+    every = ((rank, site, *one) for rank, weights in enumerate(ranks) for site, one in weights.items())
+    pairs = list(_pairs(((site, part), rank, digest) for rank, site, part, digest in every))
+    for ((stage, name), _), at, rank, same in pairs:
+        place = Heading.at(_LAW, 0, rank=rank, stage=stage, parameter=name)
+        ledger.hold(place, same, "other weights", f"rank {at}'s weights")
+    if not pairs:
         ledger.skip(_LAW, "no two ranks have the same part of a weight")
 
 
@@ -80,8 +78,8 @@ def not_one(ranks: Sequence[Weights], cure: str = RENAMED) -> str:
     """
     every = (pair for weights in ranks for pair in weights.items())
     found: dict[str, tuple[int, int]] = {}
-    for (name, _), one, other in _pairs_apart(((name, part), stage, one) for (stage, name), (part, one) in every):
-        if one != other:
+    for (name, _), one, other, same in _pairs(((name, part), stage, one) for (stage, name), (part, one) in every):
+        if not same:
             found.setdefault(name, (one, other))
     if not found:
         return ""
@@ -94,11 +92,7 @@ def explain_hand_cut(ranks: Sequence[Weights], replicas: Sequence[int]) -> str:
     """Say why ranks of a replica with different weights under one name are not judged; empty if all agree."""
     every = ((rank, site, *one) for rank, weights in enumerate(ranks) for site, one in weights.items())
     whole = (((replicas[rank], site), rank, digest) for rank, site, part, digest in every if not part)
-    apart = next(_pairs_apart(whole), None)
-    if apart is None:
-        return ""
-    (_, (_, name)), one, other = apart
-    return _BY_HAND.format(name, one, other)
+    return next((_BY_HAND.format(at[1][1], one, other) for at, one, other, same in _pairs(whole) if not same), "")
 
 
 def weights_here(
@@ -160,10 +154,10 @@ def equal_weights(ranks: Iterable[Mapping[Site, WeightHere]]) -> dict[tuple[int,
     return found
 
 
-def _pairs_apart(weights: Iterable[tuple[_Key, _At, bytes]]) -> Iterator[tuple[_Key, _At, _At]]:
-    """Yield weights that differ from the first with their key: key, first place, place."""
+def _pairs(weights: Iterable[tuple[_Key, _At, bytes]]) -> Iterator[tuple[_Key, _At, _At, bool]]:
+    """Yield weights after the first with their key: key, first place, place, and whether they are the same."""
     first: dict[_Key, tuple[_At, bytes]] = {}
     for key, at, digest in weights:
         where, expected = first.setdefault(key, (at, digest))
-        if digest != expected:
-            yield key, where, at
+        if at != where:
+            yield key, where, at, digest == expected

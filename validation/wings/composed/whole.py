@@ -1,7 +1,7 @@
 """The verdict that combines all ranks' observations and reruns of a step."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -11,20 +11,19 @@ from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, Precision, coarsest, precision_of
 from pipeproof.core.observe.observed import Crossing, Observed, Passed, RankOperation
+from pipeproof.core.observe.recording import RECEIVED
 from pipeproof.core.oracle import Conditions
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
-from pipeproof.wings.composed.chain import Chain
+from pipeproof.wings.composed.chain import Chain, why_unsure
 from pipeproof.wings.composed.composed import AgainstItself
-from pipeproof.wings.composed.link import Link, StageCalls
-from pipeproof.wings.composed.loss import weightless_microbatches
+from pipeproof.wings.composed.link import Data, Link, StageCalls
 from pipeproof.wings.composed.rounding import Unmeasured
-from pipeproof.wings.composed.sources import Data
 from pipeproof.wings.composed.start import Agreed
 from pipeproof.wings.composed.weights import Weights, enter_weights
-from pipeproof.wings.composed.wiring import enter_unsure, enter_wiring
+from pipeproof.wings.composed.wiring import enter_wiring
 
 LAWS = (
     "parameters-once",  # every parameter of the model is in one stage, where the model is known
@@ -37,6 +36,7 @@ LAWS = (
     "updated-parameters",  # what the optimizer makes of the gradients
 )
 OF_REPLICAS = (LAWS[0], "initial-weights", *LAWS[1:])  # ranks that have the same begin with the same
+_BETWEEN = "boundaries"
 AS_IT_CAME = "by what stages received, right or wrong"
 _ONE_STAGE = "stage {} alone was run again in this step"
 _UNREPORTED = "the job reports none"
@@ -62,7 +62,7 @@ class OwnPart:
 
     ``lengths``: norms of expected gradients. ``unsure``: reasons for leaving some out, by name. ``foreseen``: the
     optimizer's update is known. ``precision``: of its stages. ``summed``: of sums over ranks. ``reported``: to the
-    check. ``weights``: initial ones.
+    check. ``weights``: initial ones. ``problem``: why it cannot be judged. ``no_norm``: why no norm is reported.
     """
 
     ledger: Ledger
@@ -75,13 +75,15 @@ class OwnPart:
     summed: Precision = FP32
     reported: Reported = field(default_factory=Reported)
     weights: Weights = field(default_factory=dict)
+    problem: str = ""
+    no_norm: str = ""
 
 
 @dataclass(frozen=True)
 class Whole:
     """The step of one line: all ranks' ``parts`` and what they ``agreed`` upon, under the options ``by``.
 
-    ``data``: its microbatches, whose losses are divided by ``divisor``. ``no_norm``: why no norm is reported.
+    ``data``: its microbatches, whose losses are divided by ``divisor``.
     """
 
     parts: Sequence[OwnPart]
@@ -89,28 +91,27 @@ class Whole:
     divisor: float
     agreed: Agreed
     by: AgainstItself
-    no_norm: str = ""
 
     @classmethod
-    def of(cls, parts: Sequence[OwnPart], agreed: Agreed, by: AgainstItself, no_norm: str) -> "list[Whole]":
+    def of(cls, parts: Sequence[OwnPart], agreed: Agreed, by: AgainstItself) -> "list[Whole]":
         """Build the step of each line from all ranks' parts; ranks outside a line have an empty part."""
         found, lines = list[Whole](), agreed.lines
-        for line in range(lines.count):
+        for line in range(lines.run.count):
             own = [
                 one if of == line else OwnPart(Ledger(LAWS)) for one, of in zip(parts, lines.run.replicas, strict=True)
             ]
             data = agreed.data_of(line)
-            found.append(cls(own, data, lines.own_divisor(by.contract.loss_divisor, len(data)), agreed, by, no_norm))
+            found.append(cls(own, data, lines.own_divisor(by.contract.loss_divisor, len(data)), agreed, by))
         return found
 
     @cached_property
     def chain(self) -> Chain:
         """Calls of all stages."""
-        calls = {
-            stage: one.without_own_gradients(part.links[stage])
-            for part in self.parts
-            for stage, one in part.stages.items()
-        }
+        calls = {stage: one for part in self.parts for stage, one in part.stages.items()}
+        for stage, links in self._links.items():  # gradients of outputs come from later stages alone
+            pairs = zip(calls[stage].calls, links, strict=True)
+            own = tuple(call.without_own_gradients(link.received) for call, link in pairs)
+            calls[stage] = replace(calls[stage], calls=own)
         return Chain(calls, self.data)
 
     @cached_property
@@ -137,26 +138,26 @@ class Whole:
     @cached_property
     def observed(self) -> Observed:
         """Actions and reports of its ranks."""
-        rows = tuple((self._operation(part),) for part in self.parts)
+        rows = list[tuple[RankOperation]]()
+        for part in self.parts:
+            flows = [self.passed[stage] for stage in part.stages]
+            actions = [action for flow in flows for action in flow.actions]
+            times = [time for flow in flows for time in flow.times]
+            if len(times) == len(actions):
+                actions = [actions[k] for k in sorted(range(len(actions)), key=times.__getitem__)]
+            row = RankOperation(
+                "train",
+                next(iter(part.reported.losses), ()),
+                tuple(actions),
+                called=tuple(call for flow in flows for call in flow.called),
+                crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
+                uncompared=sum(flow.uncompared for flow in flows),
+                loss=next(iter(part.reported.loss), None),
+                norm=next(iter(part.reported.norm), None),
+            )
+            rows.append((row,))
         placement = tuple(self.chain.stages[stage].rank for stage in sorted(self.chain.stages))
-        return Observed(Schedule("job", self.chain.microbatches, placement, ((),) * len(rows)), rows)
-
-    def _operation(self, part: OwnPart) -> RankOperation:
-        flows = [self.passed[stage] for stage in part.stages]
-        actions = [action for flow in flows for action in flow.actions]
-        times = [time for flow in flows for time in flow.times]
-        if len(times) == len(actions):
-            actions = [actions[k] for k in sorted(range(len(actions)), key=times.__getitem__)]
-        return RankOperation(
-            "train",
-            next(iter(part.reported.losses), ()),
-            tuple(actions),
-            called=tuple(call for flow in flows for call in flow.called),
-            crossings=tuple(crossing for flow in flows for crossing in flow.crossings),
-            uncompared=sum(flow.uncompared for flow in flows),
-            loss=next(iter(part.reported.loss), None),
-            norm=next(iter(part.reported.norm), None),
-        )
+        return Observed(Schedule("job", self.chain.microbatches, placement, ((),) * len(rows)), tuple(rows))
 
     @cached_property
     def _links(self) -> dict[int, tuple[Link, ...]]:
@@ -174,57 +175,49 @@ class Whole:
         last, stages = self.chain.last, self.chain.stages.items()
         idle = (k for k, here in stages if k != last and not any(call.giving or call.unread for call in here.calls))
         matters = any(link.mode_matters for links in self._links.values() for link in links)
-        nothing = weightless_microbatches(self.chain.orders[last].numbers, self._links.get(last, ()))
+        numbered = zip(self.chain.orders[last].numbers, self._links.get(last, ()), strict=False)
+        owing = {m: link.owes for m, link in numbered if link.loss is not None}
+        # A microbatch owes nothing if its known loss trains nothing; if this is true for all, it may be a mistake.
+        nothing = frozenset(m for m, owes in owing.items() if not owes) if any(owing.values()) else ()
         counts = (self.chain.microbatches,)
         return Conditions(counts=counts, frozen=frozenset(idle), weightless=nothing, mode_matters=lambda: matters)
 
     def enter(self, ledger: Ledger) -> None:
-        """Enter mismatches in the chain, except crossings, and missing parts of the model."""
+        """Enter mismatches in the chain, except crossings, and parameters of the model without a stage."""
         at, only = Execution(self.conditions, self.observed, ledger), self.agreed.only
-        self._enter_names(ledger)
+        names, places = self.agreed.first, self.agreed.places
+        if not self.agreed.known:
+            ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
+        own = Comparison(ExpectedOperation("train", (), ()), Unmeasured(FP32), ledger)
+        for name in dict.fromkeys([*names, *places]) if self.agreed.known else ():
+            those, expected = places.get(name, ()), int(name in names)
+            rank, stage = next(iter(those), (None, None))
+            count = min(len(those), 1) if expected else len(those)
+            own.count_holders(name, count, expected=expected, rank=rank, stage=stage)
         at.orders(0, frozenset(), backward=True)
         at.count_reshaped(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
-        enter_unsure(self.chain.stages, self._links, self.passed, ledger)
+        for stage, flow in self.passed.items():  # arrivals whose expected values are unknown
+            came = [one for one in flow.crossings if one.where == RECEIVED and not one.judged]
+            left = [f"{one.what} of {one.at}" for one in came if one.really is not None]
+            if left and (why := why_unsure(stage, self.chain.stages[stage], self._links[stage])):
+                ledger.leave_out(_BETWEEN, left, why)
         for stage, links in self._links.items():
-            for why, reason in self._doubts(stage, links):
-                ledger.doubt("boundaries", why, reason)
+            strange = any(link.strange for link in links)  # a call's results change in each run
+            if strange:
+                ledger.doubt(_BETWEEN, f"stage {stage} gives something else each time that it is run", Reason.RERUN)
+            if any(link.endless for link in links):
+                ledger.doubt(_BETWEEN, f"what stage {stage} gives is not finite", Reason.NOT_FINITE)
+            elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
+                why = f"what came to stage {stage} is not finite in the type of what it gave"
+                ledger.doubt(_BETWEEN, why, Reason.NOT_FINITE)
+            for why in dict.fromkeys(link.obstacle for link in links if link.obstacle):
+                ledger.doubt(_BETWEEN, why, Reason.RERUN)
         if only is not None:
             ledger.skip("updated-parameters", _ONE_STAGE.format(only))
         elif not any(part.foreseen for part in self.parts):
             ledger.skip("updated-parameters", "the optimizer is not known: pass optimizer= to have its step compared")
         at.report_uncompared(0, doubtful=_are_gradients_wrong(ledger))
-
-    def _enter_names(self, ledger: Ledger) -> None:
-        """Enter parameters of the model without a stage."""
-        names, places = self.agreed.first, self.agreed.places
-        if not self.agreed.known:
-            ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
-            return
-        at = Comparison(ExpectedOperation("train", (), ()), Unmeasured(FP32), ledger)
-        for name in dict.fromkeys([*names, *places]):
-            those, expected = places.get(name, ()), int(name in names)
-            rank, stage = next(iter(those), (None, None))
-            at.count_holders(
-                name, min(len(those), 1) if expected else len(those), expected=expected, rank=rank, stage=stage
-            )
-
-    def _doubts(self, stage: int, links: Sequence[Link]) -> Iterator[tuple[str, Reason]]:
-        """Yield reasons why a stage's results or inputs are unknown."""
-        strange = any(link.strange for link in links)  # a call's results change in each run
-        if strange:
-            yield f"stage {stage} gives something else each time that it is run", Reason.RERUN
-        if any(link.endless for link in links):
-            yield f"what stage {stage} gives is not finite", Reason.NOT_FINITE
-        elif any(one.limit == math.inf for one in self.passed[stage].crossings) and not strange:
-            yield f"what came to stage {stage} is not finite in the type of what it gave", Reason.NOT_FINITE
-        for why in dict.fromkeys(link.obstacle for link in links if link.obstacle):
-            yield why, Reason.RERUN
-
-    def reports(self, law: str) -> bool:
-        """True if one of its ranks reported a value for ``law``."""
-        said = [part.reported for part in self.parts]
-        return any(one.norm if law == "grad-norm" else one.losses or one.loss for one in said)
 
     def enter_reported(self, law: str, ledger: Ledger, totals: Sequence[float]) -> None:
         """Compare ranks' reports under ``law`` with the last stage and all gradients.
@@ -236,7 +229,15 @@ class Whole:
         operation = ExpectedOperation(
             "train", ("",) * len(expected.losses), expected.losses, expected.loss, expected.norm
         )
-        at = partial(Comparison, allowed=self._allowance(law), ledger=ledger)
+        parts = [part for part in self.parts if part.links]
+        last, usual = self._links.get(self.chain.last, ()), self.precision
+        if law == "grad-norm":
+            allowed = Unmeasured(coarsest([part.summed for part in parts]))
+        else:  # losses round as their own type
+            own_types = [precision_of(one.loss_type) for one in last if one.loss_type is not None]
+            precision, apart = coarsest(own_types or [usual]), max((link.loss_apart for link in last), default=0.0)
+            allowed = Unmeasured(replace(precision, most=max(precision.most, usual.most)), apart=apart)
+        at = partial(Comparison, allowed=allowed, ledger=ledger)
         for rank, own in enumerate(part.reported for part in self.parts):
             if law == "grad-norm":
                 for norm in own.norm:
@@ -259,16 +260,6 @@ class Whole:
             return Reason.CALLS.doubt("the last stage was not called once for each microbatch") if seldom else ""
         return next((why for part in self.parts for why in part.unsure.values()), "")
 
-    def _allowance(self, law: str) -> Unmeasured:
-        """Return the rounding of reports: for losses, of their own type; otherwise unmeasured."""
-        parts = [part for part in self.parts if part.links]
-        if law == "grad-norm":
-            return Unmeasured(coarsest([part.summed for part in parts]))
-        last, usual = self._links.get(self.chain.last, ()), self.precision
-        own = coarsest([precision_of(one.loss_type) for one in last if one.loss_type is not None] or [usual])
-        apart = max((link.loss_apart for link in last), default=0.0)
-        return Unmeasured(replace(own, most=max(own.most, usual.most)), apart=apart)
-
 
 def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, rerun: str, seconds: float) -> Verdict:
     """Judge a step from ``wholes``, its lines of ranks; without causes.
@@ -284,7 +275,14 @@ def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, re
         enter_weights(ledger, weights)
     for whole in wholes:
         whole.enter(ledger)
-    _enter_crossings(wholes, ledger)
+    # Crossings are entered along the flow, over stages in all lines: ranks that compute together go wrong together.
+    rows: list[list[Crossing]] = [[] for _ in wholes[0].parts]
+    for whole in wholes:
+        for rank, (own,) in enumerate(whole.observed.ranks):
+            rows[rank] += [replace(one, rank=rank) for one in own.crossings]
+    ranks = tuple((RankOperation("train", (), (), crossings=tuple(row)),) for row in rows)
+    observed = Observed(wholes[0].observed.schedule, ranks)
+    Execution(wholes[0].conditions, observed, ledger).crossings(0, frozenset())
     _enter_reported(wholes, ledger)
     if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
         for law in LAWS[3:]:
@@ -293,28 +291,21 @@ def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, re
     return conclude(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
 
 
-def _enter_crossings(wholes: Sequence[Whole], ledger: Ledger) -> None:
-    """Enter crossings along the flow, over stages in all lines: ranks that compute together go wrong together."""
-    rows: list[list[Crossing]] = [[] for _ in wholes[0].parts]
-    for whole in wholes:
-        for rank, (own,) in enumerate(whole.observed.ranks):
-            rows[rank] += [replace(one, rank=rank) for one in own.crossings]
-    ranks = tuple((RankOperation("train", (), (), crossings=tuple(row)),) for row in rows)
-    observed = Observed(wholes[0].observed.schedule, ranks)
-    Execution(wholes[0].conditions, observed, ledger).crossings(0, frozenset())
-
-
 def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:
     """Enter the ranks' reports of losses and norm."""
     own = [(whole.expected.loss, whole.divisor) for whole in wholes]
     whole_loss = sum(loss * divisor for loss, divisor in own) / sum(divisor for _, divisor in own)
     totals = whole_loss, sum(loss for loss, _ in own) / len(own)
     first, only, wrong = wholes[0], wholes[0].agreed.only, _are_gradients_wrong(ledger)
+    no_norm = next((part.no_norm for whole in wholes for part in whole.parts if part.no_norm), "")
     for law, why, applies in (
         ("loss", _UNREPORTED, only in (None, first.chain.last)),
-        ("grad-norm", first.no_norm or _UNREPORTED, only is None),
+        ("grad-norm", no_norm or _UNREPORTED, only is None),
     ):
-        reported = [whole for whole in wholes if whole.reports(law)]
+        names = ("norm",) if law == "grad-norm" else ("losses", "loss")
+        reported = [
+            whole for whole in wholes if any(getattr(part.reported, one) for part in whole.parts for one in names)
+        ]
         if not applies:
             ledger.skip(law, _ONE_STAGE.format(only))
         elif not reported:

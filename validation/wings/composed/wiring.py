@@ -8,14 +8,11 @@ from typing import TypeVar
 
 from pipeproof.core.cause import join_numbers
 from pipeproof.core.ledger import Ledger
-from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Passed
-from pipeproof.core.observe.recording import RECEIVED
-from pipeproof.core.observe.sketch import Sketch
+from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH
 from pipeproof.core.reason import Reason
 from pipeproof.pipeline.sizes import some
-from pipeproof.wings.composed.chain import Chain, input_of, place_of, why_unsure
-from pipeproof.wings.composed.link import Link, StageCalls
-from pipeproof.wings.composed.sources import Data, Input, Source, Sources, forms, is_target
+from pipeproof.wings.composed.chain import Chain, input_of, place_of
+from pipeproof.wings.composed.link import Data, Input, Sources, StageCalls, forms, is_target
 
 _LAW = "boundaries"
 Value = TypeVar("Value")
@@ -74,18 +71,28 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
             yield input_of(stage, number), "it has no known sender", Reason.WIRING
         else:
             yield input_of(stage, number), "is no stage's and no data: it was taken as it came", None
-    of_loss = [_contents(those) for source, those in sent.items() if is_target(source)]
+    contents = {source: [one.digest for one in those] for source, those in sent.items()}
+    of_loss, times = [those for source, those in contents.items() if is_target(source)], Counter(wired.values())
     for source in [one for one in sent if one not in wired.values() and one[0] != last]:
         name, is_datum = place_of(source), source[0] is None
-        if is_target(source) or (is_datum and _contents(sent[source]) in of_loss):
+        if is_target(source) or (is_datum and contents[source] in of_loss):
             if loss_inside and is_target(source):
                 yield name, _UNUSED_TARGET, Reason.WIRING
         elif sources.gives(source):
             yield name, "it has no known receiver", Reason.WIRING
-        elif (at := _instead(source, sources)) is not None:
-            yield name, f"no stage was given it, and {input_of(*at)} may be another in its place", Reason.WIRING
-        elif is_datum:
-            yield name, "went to no stage", None
+        else:
+            form, instead = forms(sent[source]), list[Input]()  # inputs without a sender, or with several candidates
+            for at in sources.inputs:
+                if (other := wired.get(at)) is not None:
+                    fits = times[other] > 1 and other[0] == source[0] and forms(sent[other]) == form
+                else:
+                    fits = is_datum or ((source[0] or 0) < at[0] and forms(sources.came(at)) == form)
+                instead += [at] if fits else []
+            if instead:
+                why = f"no stage was given it, and {input_of(*instead[0])} may be another in its place"
+                yield name, why, Reason.WIRING
+            elif is_datum:
+                yield name, "went to no stage", None
     for output in sorted(sources.untold):
         yield place_of(output), _EQUAL, Reason.EQUAL_OUTPUTS
     known = sorted((at, source) for at, source in wired.items() if at not in sources.unsure)
@@ -94,34 +101,6 @@ def _open(sources: Sources, *, loss_inside: bool) -> Iterator[tuple[str, str, Re
         if alike and one[1] > other[1]:
             message = f"are {place_of(one)} and {place_of(other)}: that order was taken as meant"
             yield f"inputs {at[1]} and {to[1]} of stage {at[0]}", message, None
-
-
-def _contents(tensors: Sequence[Sketch]) -> list[bytes]:
-    return [one.digest for one in tensors]
-
-
-def _instead(source: Source, sources: Sources) -> Input | None:
-    """Return an input that may have replaced an unused output: without a sender, or with several candidates."""
-    times, form = Counter(sources.of_inputs.values()), forms(sources.sent[source])
-    for at in sources.inputs:
-        other = sources.of_inputs.get(at)
-        if other is not None:
-            fits = times[other] > 1 and other[0] == source[0] and forms(sources.sent[other]) == form
-        else:
-            fits = source[0] is None or (source[0] < at[0] and forms(sources.came(at)) == form)
-        if fits:
-            return at
-    return None
-
-
-def enter_unsure(
-    stages: Mapping[int, StageCalls], links: Mapping[int, Sequence[Link]], flows: Mapping[int, Passed], ledger: Ledger
-) -> None:
-    """Enter arrivals at ``stages`` whose expected values are unknown."""
-    for stage, flow in flows.items():
-        left = [one for one in flow.crossings if one.where == RECEIVED and not one.judged and one.really is not None]
-        if left and (why := why_unsure(stage, stages[stage], links[stage])):
-            ledger.leave_out(_LAW, [f"{one.what} of {one.at}" for one in left], why)
 
 
 def refusals(chain: Chain) -> Iterator[str]:

@@ -13,19 +13,16 @@ A fault stands in place of a function of torch's or in a hook of torch's, for th
 user's is changed, and any runtime's step can have it. ``under_test`` says where the step runs, so that the test's own
 reference is right.
 
-``FaultyStep`` is what a campaign of ``whitebox.fuzz`` plants at its end, to show that it can fail.
-
-It stands on ``World``, which runs the test as a job on N ranks, and reads no verdict: the test is the judge. Begin with
-``mutants``, the table of all faults; ``mutation`` runs them, and ``sums`` knows what goes into a sum over ranks.
-``planted_step`` plants them in a step that a verdict is the test of.
+It stands on ``World``, which runs the test as a job on N ranks: the test is the judge, or, of a ``PlantedStep``, the
+verdict. Begin with ``mutants``, the table of all faults; ``mutation`` runs them, and ``sums`` knows what goes into a
+sum over ranks.
 """
 
 from pipeproof.wings.mutate.mutants import MUTANTS as MUTANTS
-from pipeproof.wings.mutate.mutation import FaultyStep as FaultyStep
 from pipeproof.wings.mutate.mutation import LetPass as LetPass
 from pipeproof.wings.mutate.mutation import Mutated as Mutated
+from pipeproof.wings.mutate.mutation import PlantedStep as PlantedStep
 from pipeproof.wings.mutate.mutation import choose as choose
 from pipeproof.wings.mutate.mutation import mutate as mutate
+from pipeproof.wings.mutate.mutation import mutate_step as mutate_step
 from pipeproof.wings.mutate.mutation import under_test as under_test
-from pipeproof.wings.mutate.planted_step import PlantedStep as PlantedStep
-from pipeproof.wings.mutate.planted_step import mutate_step as mutate_step

@@ -189,21 +189,17 @@ def _round_output(fault: Planting, module: nn.Module, _: Any, output: Any) -> An
 
 
 def _evaluate(fault: Planting, module: nn.Module, _: Any) -> None:
-    if module.training and _is_other_in_training(module):
+    """Switch off a dropout with an effect, and a layer with running statistics."""
+    effects: dict[type[nn.Module], Callable[[Any], bool]] = {
+        nn.modules.dropout._DropoutNd: lambda one: one.p > 0,
+        nn.RNNBase: lambda one: one.dropout > 0 and one.num_layers > 1,  # the last layer's outputs are not dropped
+        nn.MultiheadAttention: lambda one: one.dropout > 0,
+        nn.modules.batchnorm._NormBase: lambda one: one.running_mean is not None,
+    }
+    if module.training and any(isinstance(module, kind) and other(module) for kind, other in effects.items()):
         fault.hits += 1
         fault.left.callback(setattr, module, "training", True)
         module.training = False
-
-
-def _is_other_in_training(module: nn.Module) -> bool:
-    """True for a dropout with an effect, or a layer with running statistics."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase):
-        return bool(module.dropout > 0 and module.num_layers > 1)  # the last layer's outputs are not dropped
-    if isinstance(module, nn.MultiheadAttention):
-        return bool(module.dropout > 0)
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 def _through_bf16(tensor: Tensor) -> Tensor:

@@ -3,11 +3,16 @@
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 from unittest import SkipTest
 
+import torch.distributed as dist
+
+from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.schedules import nearest
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.whitebox.task import WhiteBoxError
@@ -108,11 +113,15 @@ def mutate(
     bound_s = usual_s if timeout_s is None else seconds(timeout_s)
     with World(silent=True) if whitebox is None else nullcontext(whitebox.world) as world:
         run = partial(world.run, ranks=ranks, timeout_s=bound_s)
-        plain = _run_plain(run, test)
+        for again in ("as it is", "when it runs again, so that it begins with what it left behind"):
+            try:
+                plain: list[_Passed] = run(_run, test, "")
+            except RankFailed as failure:
+                raise WhiteBoxError(f"the test fails {again}, with no fault planted: {_how(failure)}") from failure
         marked = any(one.marked for one in plain)
         same = same_ranks([one.parts for one in plain], marked=marked)
         faulty = partial(run, partial(_run, marked=marked), test)
-        return Mutated(tuple(_try(name, faulty, ranks, same=same) for name in names))
+        return Mutated(tuple(try_fault(name, ranks, partial(_attempt, faulty, name), same=same) for name in names))
 
 
 def choose(only: Collection[str]) -> Sequence[str]:
@@ -127,45 +136,37 @@ def choose(only: Collection[str]) -> Sequence[str]:
     return [name for name in MUTANTS if not wanted or name in wanted]
 
 
-def _run_plain(run: Callable[..., list["_Passed"]], test: Test) -> list["_Passed"]:
-    """Run the test twice without a fault, because it may fail to repeat; return each rank's second result."""
-    for again in ("as it is", "when it runs again, so that it begins with what it left behind"):
-        try:
-            passed = run(_run, test, "")
-        except RankFailed as failure:
-            raise WhiteBoxError(f"the test fails {again}, with no fault planted: {_how(failure)}") from failure
-    return passed
-
-
-def _try(name: str, run: Callable[..., list["_Passed"]], ranks: int, *, same: Group) -> Tried:
+def try_fault(
+    name: str, ranks: int, attempt: Callable[[int | None], tuple[Outcome, str]], *, same: Group = ()
+) -> Tried:
     """Try a fault on the first rank that it affects, from the last rank on; or on all.
 
+    ``attempt``: plants it on one rank (None: on all), and returns how that ended, "not planted" if nothing changed.
     ``same``: ranks with equal contributions to each sum over them.
     """
     mutant = MUTANTS[name]
-    one = Tried(name, mutant.summary, "not planted")
     if same and mutant.of_sums:
-        return replace(one, outcome="not judged", how=_SAME.format(first_few(same)))
+        return Tried(name, mutant.summary, "not judged", how=_SAME.format(first_few(same)))
     for rank in [None] if mutant.everywhere else reversed(range(ranks)):
-        try:
-            passed = run(name, rank)
-        except RankFailed as failure:
-            return replace(one, rank=rank, **_ending(failure))
-        if any(each.hit for each in passed):
-            return replace(one, outcome="let pass", rank=rank)
-    return one
+        outcome, how = attempt(rank)
+        if outcome != "not planted":
+            return Tried(name, mutant.summary, outcome, rank, how)
+    return Tried(name, mutant.summary, "not planted")
 
 
-def _ending(failure: RankFailed) -> dict[str, Any]:
-    """Return the ending of a fault from the test's failure."""
-    errors = [report.message.partition(": ") for report in failure.reports]
-    early = [why for kind, _, why in errors if kind.endswith(UnchangedError.__name__)]
-    kind, _, why = errors[failure.culprit]
-    if early:
-        return {"outcome": "not judged", "how": f"the test ended before this changed anything: {early[0]}"}
-    if kind.endswith(SkippedError.__name__):
-        return {"outcome": "not judged", "how": f"the test skips on rank {failure.culprit}: {why}"}
-    return {"outcome": "caught", "how": _how(failure)}
+def _attempt(run: Callable[..., list["_Passed"]], name: str, rank: int | None) -> tuple[Outcome, str]:
+    """How the test ends with a fault on ``rank``."""
+    try:
+        return ("let pass" if any(each.hit for each in run(name, rank)) else "not planted"), ""
+    except RankFailed as failure:
+        errors = [report.message.partition(": ") for report in failure.reports]
+        early = [why for kind, _, why in errors if kind.endswith(UnchangedError.__name__)]
+        kind, _, why = errors[failure.culprit]
+        if early:
+            return "not judged", f"the test ended before this changed anything: {early[0]}"
+        if kind.endswith(SkippedError.__name__):
+            return "not judged", f"the test skips on rank {failure.culprit}: {why}"
+        return "caught", _how(failure)
 
 
 def _how(failure: RankFailed) -> str:
@@ -240,14 +241,50 @@ def under_test() -> Iterator[None]:
         marks[number] = False
 
 
-class FaultyStep:
-    """A step of a user's with a general fault in it, on every rank."""
+@dataclass(frozen=True)
+class PlantedStep:
+    """``step``, with a fault on one ``rank``, or on all (None). Ranks that it changed leave a file in ``folder``.
 
-    summary = "all gradients are doubled on their way"
+    Without a name it is what campaigns plant to show that they can fail: ``summary``.
+    """
 
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self.func = func
+    summary: ClassVar[str] = "all gradients are doubled on their way"
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        with MUTANTS["gradient-doubled"].plant(Planting()):
-            return self.func(*given, **named)
+    step: Callable[..., Any]
+    name: str = "gradient-doubled"
+    rank: int | None = None
+    folder: str = ""
+
+    def __call__(self, model: Any, microbatches: Any) -> Any:
+        if self.rank not in (None, own := dist.get_rank()):
+            return self.step(model, microbatches)
+        fault = Planting()
+        try:
+            with MUTANTS[self.name].plant(fault):
+                return self.step(model, microbatches)
+        finally:
+            if fault.hits and self.folder:
+                Path(self.folder, str(own)).touch()
+
+
+Judge = Callable[[Callable[..., Any]], Verdict]
+
+
+def mutate_step(step: Callable[..., Any], judge: Judge, *, ranks: int, only: Collection[str] = ()) -> Iterator[Tried]:
+    """What ``judge``, which gives the verdict on a step, makes of each fault in this one, one after the other.
+
+    A fault is planted where ``mutate`` plants it, and is gone with the model of its run. Raises ``WhiteBoxError`` for
+    an unknown name of a fault. Whoever calls this has seen that the step passes without one.
+    """
+    return (try_fault(name, ranks, partial(_attempt_judged, step, judge, name)) for name in choose(only))
+
+
+def _attempt_judged(step: Callable[..., Any], judge: Judge, name: str, rank: int | None) -> tuple[Outcome, str]:
+    """What the verdict says of a fault that changed something: a crash or a hang has caught it, a doubt has not."""
+    with TemporaryDirectory() as folder:
+        verdict = judge(PlantedStep(step, name, rank, folder))
+        if not any(Path(folder).iterdir()):
+            return "not planted", ""
+    if verdict.outcome == "fail" or verdict.ended:
+        return "caught", verdict.summary
+    return ("let pass", "") if verdict.outcome == "pass" else ("not judged", verdict.summary)

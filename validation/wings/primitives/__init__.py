@@ -7,7 +7,7 @@ such as ``pp=2,tp=2,ddp=2``; ``stacked`` runs it and gives the step to the white
 the wing uses ``validate`` like a user's own step.
 
 Begin with ``part`` and ``data_parallel``, then ``stacked``. A new primitive is one file: its ``RankPart``, a row of
-``primitive.PRIMITIVES``, and its name in ``stacked.PARTS``. The face loads without torch, for the command line.
+``primitive.PRIMITIVES``, and its ``PARTS`` in ``stacked.PARTS``. The face loads without torch, for the command line.
 """
 
 from collections.abc import Callable

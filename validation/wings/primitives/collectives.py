@@ -3,71 +3,55 @@
 They follow Megatron-LM (Shoeybi and others, 2019, figure 3; Korthikanti and others, 2022, figure 6).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+Collective = Callable[[Tensor, Any, int], Tensor]  # of a tensor, over a group, along a dimension
 
-class Copy(torch.autograd.Function):
-    """Identity; its backward sums gradients over ``group``: f."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Return the input."""
-        ctx.group = group
-        return x.view_as(x)
+class Paired(torch.autograd.Function):
+    """A collective over ``group`` along ``dim``: ``forth`` in the forward, and ``back`` of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Sum gradients, because all ranks used the input."""
-        return sum_over(gradients[0].contiguous().clone(), ctx.group), None
-
-
-class Reduce(torch.autograd.Function):
-    """Sum over ``group``; every rank has the gradient: g."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """The sum."""
-        return sum_over(x.contiguous().clone(), group)
+    def forward(ctx: Any, x: Tensor, forth: Collective, back: Collective, group: Any, dim: int) -> Tensor:
+        """Return the result of ``forth``."""
+        ctx.back = back, group, dim
+        return forth(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient, equal for all addends."""
-        return gradients[0], None
+        """Return the result of ``back``."""
+        back, group, dim = ctx.back
+        return back(gradients[0], group, dim), None, None, None, None
 
 
-class Gather(torch.autograd.Function):
-    """Join all parts in ``group`` along ``dim``, in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any, dim: int) -> Tensor:
-        """The whole."""
-        ctx.group, ctx.dim = group, dim
-        return concatenate(part, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Sum gradients, because all ranks used the part."""
-        return own_part(sum_over(gradients[0].contiguous().clone(), ctx.group), ctx.group, ctx.dim), None, None
+def same(x: Tensor, group: Any, dim: int) -> Tensor:
+    """Return ``x``, present on every rank."""
+    return x.view_as(x)
 
 
-class Scatter(torch.autograd.Function):
-    """Sum over ``group``, and keep this rank's part along ``dim``."""
+def total(x: Tensor, group: Any, dim: int) -> Tensor:
+    """Return the sum over ``group``."""
+    return sum_over(x.contiguous().clone(), group)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, dim: int) -> Tensor:
-        """The part."""
-        ctx.group, ctx.dim = group, dim
-        return own_part(sum_over(x.contiguous().clone(), group), group, dim).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gather gradients: each rank has its part's, and contributed to all."""
-        return concatenate(gradients[0], ctx.group, ctx.dim), None, None
+def join(part: Tensor, group: Any, dim: int) -> Tensor:
+    """Join all ranks' parts along ``dim``, in rank order."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def part_of_total(x: Tensor, group: Any, dim: int) -> Tensor:
+    """Return this rank's part of the sum over ``group``."""
+    return own_part(total(x, group, dim), group, dim).contiguous()
 
 
 def sum_over(tensor: Tensor, group: Any) -> Tensor:
@@ -81,31 +65,24 @@ def own_part(whole: Tensor, group: Any, dim: int) -> Tensor:
     return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
-def concatenate(part: Tensor, group: Any, dim: int) -> Tensor:
-    """Gather all ranks' parts along ``dim``."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim)
+def paired(forth: Collective, back: Collective, x: Tensor, group: Any, dim: int = 1) -> Tensor:
+    """Apply ``forth`` to ``x``, with ``back`` for its backward."""
+    return Paired.apply(x, forth, back, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-def copy_in(x: Tensor, group: Any) -> Tensor:
-    """Return ``x``, present on every rank: computation with partial weights begins."""
-    return Copy.apply(x, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
+copy_in = partial(paired, same, total)  # f: computation with partial weights begins
+sum_out = partial(paired, total, same)  # g: it ends
+gather = partial(paired, join, part_of_total)  # f, between parts of sequences
+scatter = partial(paired, part_of_total, join)  # g, between them
 
 
-def sum_out(x: Tensor, group: Any) -> Tensor:
-    """Sum the results of partial weights over ranks."""
-    return Reduce.apply(x, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
-
-
-def gather(part: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """Gather every rank's part."""
-    return Gather.apply(part, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
-
-
-def scatter(x: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """Sum the results of partial weights over ranks; return this rank's part."""
-    return Scatter.apply(x, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
+def sum_gradients(
+    stage: nn.Module, mesh: DeviceMesh, *, unless: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False
+) -> None:
+    """Sum gradients over the ranks of ``mesh`` in place, ``unless`` each rank has its own parameter."""
+    for name, parameter in stage.named_parameters():
+        if not unless(name, parameter):
+            reduce_gradient(name, parameter, mesh.get_group())
 
 
 def reduce_gradient(name: str, parameter: nn.Parameter, group: Any) -> None:

@@ -9,8 +9,7 @@ from pipeproof.own.case import DTYPES, LOSSES
 from pipeproof.own.config import STACKED, Config
 from pipeproof.own.runtimes import OWN
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.wings.primitives.sizes import BATCH, EACH, SEQUENCE
-from pipeproof.wings.primitives.stacks import ONE_DEVICE, PIPELINE, Stack, StackError
+from pipeproof.wings.primitives.stacks import BATCH, EACH, ONE_DEVICE, PIPELINE, SEQUENCE, Stack, StackError
 
 _RECOMPUTE: Mapping[str, str] = MappingProxyType({"full": "recompute", "selective": "recompute-selective"})
 _REPLICAS = ("ddp", "zero-1", "zero-2", "zero-3", "ep")  # primitives with separate microbatches on each rank
@@ -42,32 +41,25 @@ def stack_of(config: Config) -> Stack | None:
         )
     except (StackError, ScheduleError) as error:
         raise StackError(f"{config.name}: {error}") from None
-    _refuse_others(config, _all_of(stack, config) if own else _CARRIED)
-    return stack
-
-
-def _all_of(stack: Stack, config: Config) -> dict[str, object]:
-    """Return a decoder step's properties besides axes."""
-    stages = stack.sizes.get(PIPELINE, 1) * stack.virtual
-    return {
-        **_FIXED,
-        **_CARRIED,
-        "virtual": stack.virtual,
-        "split": [stack.layers // stages] * stages,
-        "zero": config["zero"] if _replicas(config) > 1 else 0,
-        "micro": BATCH,
-        "sequence": SEQUENCE if config["sequence"] else 0,
-    }
-
-
-def _refuse_others(config: Config, had: Mapping[str, object]) -> None:
-    """Raise ``StackError`` for a setting that differs from the stack."""
+    had = _CARRIED
+    if own:
+        stages = stack.sizes.get(PIPELINE, 1) * stack.virtual
+        had = {
+            **_FIXED,
+            **_CARRIED,
+            "virtual": stack.virtual,
+            "split": [stack.layers // stages] * stages,
+            "zero": config["zero"] if _replicas(config) > 1 else 0,
+            "micro": BATCH,
+            "sequence": SEQUENCE if config["sequence"] else 0,
+        }
     for name, value in had.items():
         if name in config.data and config[name] != value:
             raise StackError(
                 f"{config.name}: {name} is {json.dumps(config[name])}: expected {json.dumps(value)}, for a stack on "
                 "these axes has no other; write that"
             )
+    return stack
 
 
 def not_stacked(config: Config) -> list[str]:

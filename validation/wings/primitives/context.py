@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.wings.primitives.collectives import gather, reduce_gradient
+from pipeproof.wings.primitives.collectives import gather, sum_gradients
 from pipeproof.wings.primitives.layers import Attention, Embedding, Microbatch, attend
 from pipeproof.wings.primitives.part import RankPart
-from pipeproof.wings.primitives.sizes import SEQUENCE
+from pipeproof.wings.primitives.stacks import SEQUENCE
 
 
 def places(mesh: DeviceMesh, *, zigzag: bool = False) -> Tensor:
@@ -60,17 +60,10 @@ def visible(at: Tensor, every: Tensor) -> Tensor:
     return every <= at[:, None]
 
 
-def sum_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum all gradients: each rank has its part of the sequences."""
-    for name, parameter in stage.named_parameters():
-        reduce_gradient(name, parameter, mesh.get_group())
-
-
 def of_sequences(attend: AttendTo | None = None, *, zigzag: bool = False) -> RankPart:
     """Return context parallelism with attention ``attend``; None: the gathering kind."""
     cut, share = partial(split, attend=attend, zigzag=zigzag), partial(part_of, zigzag=zigzag)
     return RankPart(cut, share=share, finish=sum_gradients, summed=True, in_parts=True)
 
 
-CONTEXT_PARALLEL = of_sequences()
-ZIGZAG = of_sequences(zigzag=True)
+PARTS = {"cp": of_sequences(), "cp-zigzag": of_sequences(zigzag=True)}

@@ -1,4 +1,4 @@
-"""Data parallelism: torch's ``DistributedDataParallel``."""
+"""Data parallelism: torch's ``DistributedDataParallel``, and shards by its ``fully_shard``."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -9,30 +9,40 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.wings.primitives.collectives import local, reduce_gradient
+from pipeproof.wings.primitives.collectives import local, sum_gradients
 from pipeproof.wings.primitives.part import RankPart
 
 
 def replicate(stage: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Wrap ``stage`` in DDP, unless it has DTensors, which DDP cannot reduce: ``averaged`` does."""
+    """Wrap ``stage`` in DDP, unless it has DTensors, which DDP cannot reduce: ``average`` does."""
     if has_dtensors(stage):
         return stage
     return DistributedDataParallel(stage, process_group=mesh.get_group(), **options)
 
 
+def shard_layers(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
+    """Every layer of ``stage`` in shards; with a mesh of two axes, in copies along the first. In place."""
+    for layer in (*stage, stage):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return stage  # type: ignore[no-any-return]
+
+
 def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
     """Reduce gradients in the last backward alone."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
 
 
 def average(stage: nn.Module, mesh: DeviceMesh) -> None:
     """Average DTensors' gradients over replicas."""
     if has_dtensors(stage):
-        for name, parameter in stage.named_parameters():
-            reduce_gradient(name, parameter, mesh.get_group())
+        sum_gradients(stage, mesh)
+        for parameter in stage.parameters():
             local(parameter.grad).div_(mesh.size())
 
 
@@ -55,9 +65,15 @@ def update_in_shares(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 ADAM: Mapping[str, Any] = MappingProxyType({"lr": 1e-2})
-DDP = RankPart(replicate, sync=in_last, finish=average)
-ZERO_1 = RankPart(replicate, sync=in_last, finish=average, update=update_in_shares)
-DDP_EVERY = RankPart(replicate, finish=average)
-DDP_UNUSED = RankPart(partial(replicate, find_unused_parameters=True), sync=in_last, finish=average)
-# In every backward: where the first is in no_sync, static_graph fails an assertion of torch's own (2.13).
-DDP_STATIC = RankPart(partial(replicate, static_graph=True), finish=average)
+PARTS = {
+    "ddp": RankPart(replicate, sync=in_last, finish=average),
+    "zero-1": RankPart(replicate, sync=in_last, finish=average, update=update_in_shares),
+    "ddp-every": RankPart(replicate, finish=average),
+    # In every backward: where the first is in no_sync, static_graph fails an assertion of torch's own (2.13).
+    "ddp-static": RankPart(partial(replicate, static_graph=True), finish=average),
+    "ddp-unused": RankPart(partial(replicate, find_unused_parameters=True), sync=in_last, finish=average),
+    "zero-2": RankPart(partial(shard_layers, reshard=False), sync=in_last),
+    "zero-3": RankPart(shard_layers, sync=in_last),
+    "zero-3-every": RankPart(shard_layers),
+    "hsdp": RankPart(shard_layers, sync=in_last),
+}

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.wings.primitives.collectives import reduce_gradient
+from pipeproof.wings.primitives.collectives import sum_gradients
 from pipeproof.wings.primitives.layers import Mixture
 from pipeproof.wings.primitives.part import RankPart
-from pipeproof.wings.primitives.sizes import EXPERTS
+from pipeproof.wings.primitives.stacks import EXPERTS
 
 
 class AllToAll(torch.autograd.Function):
@@ -37,15 +37,10 @@ class AllToAll(torch.autograd.Function):
 def spread(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Keep this rank's share of experts in each mixture of ``stage``. In place."""
     group, rank, own = mesh.get_group(), mesh.get_local_rank(), EXPERTS // mesh.size()
-    for mixture in mixtures(stage):
+    for mixture in (module for module in stage.modules() if isinstance(module, Mixture)):
         mixture.experts = mixture.experts[rank * own : (rank + 1) * own]
         mixture.visit = partial(visit_experts, mixture.experts, group)
     return stage
-
-
-def mixtures(stage: nn.Module) -> list[Mixture]:
-    """Return the mixtures in ``stage``."""
-    return [module for module in stage.modules() if isinstance(module, Mixture)]
 
 
 def visit_experts(experts: nn.ModuleList, group: Any, tokens: Tensor, expert: Tensor) -> Tensor:
@@ -76,16 +71,10 @@ def in_order(rows: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(rows).index_put((order,), rows)
 
 
-def sum_gradients(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum gradients of parameters on all ranks: the router's included, the experts' excluded."""
-    for name, parameter in stage.named_parameters():
-        if not is_expert(name):
-            reduce_gradient(name, parameter, mesh.get_group())
-
-
 def is_expert(name: str) -> bool:
     """True if the parameter ``name`` belongs to one rank."""
     return "experts" in name.split(".")
 
 
-EXPERT_PARALLEL = RankPart(spread, finish=sum_gradients, summed=True)
+FINISH = partial(sum_gradients, unless=lambda name, parameter: is_expert(name))
+PARTS = {"ep": RankPart(spread, finish=FINISH, summed=True)}

@@ -1,5 +1,6 @@
 """A small decoder of layers in a row, dense or with experts, and its loss and data: what primitives are applied to."""
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -8,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.wings.primitives.collectives import local
-from pipeproof.wings.primitives.sizes import BATCH, CAPACITY, CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
+from pipeproof.wings.primitives.stacks import BATCH, CAPACITY, CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
 
 BALANCE = 0.01  # how much the auxiliary loss counts
 
 Microbatch: TypeAlias = tuple[Tensor, Tensor]
-
-
-CallOf = Callable[..., Any]  # calls a layer with its inputs
 
 
 class Layers(nn.Sequential):
@@ -23,26 +21,16 @@ class Layers(nn.Sequential):
 
     def __init__(self, *layers: Any) -> None:
         super().__init__(*layers)
-        self.call: CallOf = call
+        self.call: Callable[..., Any] = operator.call
 
     def forward(self, *given: Tensor) -> Any:
         """Return the last layer's output."""
         for layer in self:
             if getattr(layer, "dropout", 0):
-                seed_from(given[0])
+                torch.manual_seed(bits(given[0]))  # equal on all ranks, in any order of microbatches
             found = self.call(layer, *given)
             given = found if isinstance(found, tuple) else (found,)
         return given if len(given) > 1 else given[0]
-
-
-def call(layer: nn.Module, *given: Tensor) -> Any:
-    """Call a layer."""
-    return layer(*given)
-
-
-def seed_from(x: Tensor) -> None:
-    """Seed random numbers from the bits of ``x``: equal on all ranks, in any order of microbatches."""
-    torch.manual_seed(bits(x))
 
 
 def bits(x: Tensor) -> int:
@@ -77,13 +65,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, sequence, width) to the same; the weights determine the number of heads."""
-        queries, keys, values = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in self.inputs)
+        inputs = self.queries, self.keys, self.values
+        queries, keys, values = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in inputs)
         return self.output(self.attend(queries, keys, values).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    @property
-    def inputs(self) -> tuple[nn.Module, ...]:
-        """Modules for queries, keys and values."""
-        return self.queries, self.keys, self.values
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

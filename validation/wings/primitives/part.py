@@ -12,22 +12,6 @@ from pipeproof.wings.primitives.layers import Microbatch
 Index = tuple[slice, ...]
 
 
-def _same(microbatch: Microbatch, mesh: DeviceMesh) -> Microbatch:
-    return microbatch
-
-
-def _nothing(stage: nn.Module, mesh: DeviceMesh) -> None:
-    return None
-
-
-def _none(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Index]:
-    return {}
-
-
-def _at_once(module: nn.Module, last: bool) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class RankPart:
     """One primitive on one rank of ``mesh``, which has only its axes.
@@ -37,21 +21,16 @@ class RankPart:
     reduces gradients after the last backward. summed: it sums them over its ranks, so each has its share of the loss.
     in_parts: each rank's loss covers its part of every sequence. loss: a microbatch's, from output, target and mesh=,
     if ranks have parts of the output. held: positions of parameters that this rank has in part, as plain tensors.
-    update: the optimizer's step, at the end.
+    update: the optimizer's step, at the end; None: it has no optimizer.
     """
 
     apply: Callable[[nn.Module, DeviceMesh], nn.Module]
-    share: Callable[[Microbatch, DeviceMesh], Microbatch] = _same
-    sync: Callable[[nn.Module, bool], AbstractContextManager[object]] = _at_once
+    share: Callable[[Microbatch, DeviceMesh], Microbatch] = lambda microbatch, mesh: microbatch
+    sync: Callable[[nn.Module, bool], AbstractContextManager[object]] = lambda module, last: nullcontext()
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    finish: Callable[[nn.Module, DeviceMesh], None] = _nothing
+    finish: Callable[[nn.Module, DeviceMesh], None] = lambda stage, mesh: None
     summed: bool = False
     in_parts: bool = False
     loss: Callable[..., Tensor] | None = None
-    held: Callable[[nn.Module, DeviceMesh], Mapping[nn.Parameter, Index]] = _none
-    update: Callable[[nn.Module, DeviceMesh], None] = _nothing
-
-    @property
-    def updates(self) -> bool:
-        """True if it has an optimizer."""
-        return self.update is not _nothing
+    held: Callable[[nn.Module, DeviceMesh], Mapping[nn.Parameter, Index]] = lambda stage, mesh: {}
+    update: Callable[[nn.Module, DeviceMesh], None] | None = None

@@ -42,8 +42,10 @@ def of_attention(stage: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
     return stage
 
 
-RECOMPUTE = RankPart(partial(of_blocks, **OTHER))
-RECOMPUTE_REENTRANT = RankPart(partial(of_blocks, **REENTRANT))
-RECOMPUTE_SELECTIVE = RankPart(partial(of_blocks, **SELECTIVE))
-RECOMPUTE_ATTENTION = RankPart(partial(of_attention, **OTHER))
-RECOMPUTE_ATTENTION_REENTRANT = RankPart(partial(of_attention, **REENTRANT))
+PARTS = {
+    "recompute": RankPart(partial(of_blocks, **OTHER)),
+    "recompute-reentrant": RankPart(partial(of_blocks, **REENTRANT)),
+    "recompute-selective": RankPart(partial(of_blocks, **SELECTIVE)),
+    "recompute-attention": RankPart(partial(of_attention, **OTHER)),
+    "recompute-attention-reentrant": RankPart(partial(of_attention, **REENTRANT)),
+}

@@ -5,7 +5,6 @@ backward, blocks go round again, with their gradients from all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ class Ring(torch.autograd.Function):
         found, total = torch.zeros_like(queries), queries.new_full((*queries.shape[:-1], 1), NEVER)
         block: Sequence[Tensor] = (keys, values, at)
         for _ in range(dist.get_world_size(group)):
-            found, total = merge((found, total), attend_block(queries, at, *block))
+            every = scores(queries, at, block[0], block[2])
+            sums = every.logsumexp(3, keepdim=True)
+            found, total = merge((found, total), (share(every, sums) @ block[1], sums))
             block = pass_on(block, group)
         ctx.save_for_backward(queries, keys, values, at, found, total)
         return found
@@ -36,45 +37,17 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return gradients for queries, keys and values: after a round, each block's are back at its rank."""
         queries, keys, values, at, found, total = ctx.saved_tensors
-        attended, of_queries = Attended(queries, at, found, total, gradients[0]), torch.zeros_like(queries)
+        gradient, of_queries = gradients[0], torch.zeros_like(queries)
+        of_found = (gradient * found).sum(3, keepdim=True)
         block: Sequence[Tensor] = (keys, values, at, torch.zeros_like(keys), torch.zeros_like(values))
         for _ in range(dist.get_world_size(ctx.group)):
-            own, *theirs = attended.gradients(Block(*block[:3]))
-            of_queries = of_queries + own
-            block = pass_on((*block[:3], *add(block[3:], theirs)), ctx.group)
+            keys, values, places, *sums = block
+            weights = share(scores(queries, at, keys, places), total)
+            of_scores = weights * (gradient @ values.transpose(2, 3) - of_found) / queries.shape[3] ** 0.5
+            of_queries = of_queries + of_scores @ keys
+            theirs = of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ gradient
+            block = pass_on((keys, values, places, *add(sums, theirs)), ctx.group)
         return of_queries, *block[3:], None, None
-
-
-@dataclass(frozen=True)
-class Block:
-    """One rank's keys and values, for tokens at ``places``."""
-
-    keys: Tensor
-    values: Tensor
-    places: Tensor
-
-
-@dataclass(frozen=True)
-class Attended:
-    """Queries at positions ``at``, their attention, and the logarithm of its sum of exponentials.
-
-    ``gradient``: the loss's, for the attention.
-    """
-
-    queries: Tensor
-    at: Tensor
-    found: Tensor
-    total: Tensor
-    gradient: Tensor
-
-    def gradients(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients for queries, from ``block`` alone, and for its keys and values."""
-        weights = share(scores(self.queries, self.at, block.keys, block.places), self.total)
-        of_found = (self.gradient * self.found).sum(3, keepdim=True)
-        of_scores = weights * (self.gradient @ block.values.transpose(2, 3) - of_found)
-        of_scores = of_scores / self.queries.shape[3] ** 0.5
-        of_keys, of_values = of_scores.transpose(2, 3) @ self.queries, weights.transpose(2, 3) @ self.gradient
-        return of_scores @ block.keys, of_keys, of_values
 
 
 def scores(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
@@ -84,18 +57,8 @@ def scores(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
     return products.masked_fill(~observed, NEVER)  # type: ignore[no-any-return]  # in torch
 
 
-def attend_block(queries: Tensor, at: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to one block; return also the logarithm of the sum of exponentials.
-
-    Returns zero for a fully masked block.
-    """
-    every = scores(queries, at, keys, places)
-    total = every.logsumexp(3, keepdim=True)
-    return share(every, total) @ values, total
-
-
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge attention over two blocks."""
+    """Merge attention over two blocks, each with the logarithm of its sum of exponentials; masked ones have zeros."""
     total = torch.logaddexp(one[1], other[1])
     return one[0] * share(one[1], total) + other[0] * share(other[1], total), total
 
@@ -127,5 +90,4 @@ def attend_round(group: Any, at: Tensor, queries: Tensor, keys: Tensor, values: 
     return Ring.apply(queries, keys, values, at, group)  # type: ignore[no-untyped-call,no-any-return]  # in torch
 
 
-RING = of_sequences(attend_round)
-RING_ZIGZAG = of_sequences(attend_round, zigzag=True)
+PARTS = {"ring": of_sequences(attend_round), "ring-zigzag": of_sequences(attend_round, zigzag=True)}

@@ -1,92 +1,43 @@
 """A rank's work in a step of a stack; and the step's verdict."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from pipeproof import StepResult
 from pipeproof.core.observe.watching import watch
 from pipeproof.core.replicas import Replicas
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.timed_step import Running, Setup
-from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.step import PipelineSchedule
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.primitives.context import CONTEXT_PARALLEL, ZIGZAG
-from pipeproof.wings.primitives.data_parallel import DDP, DDP_EVERY, DDP_STATIC, DDP_UNUSED, ZERO_1, adam
-from pipeproof.wings.primitives.experts import EXPERT_PARALLEL
+from pipeproof.wings.primitives import context, data_parallel, experts, recompute, ring, tensor_by_hand, tensor_parallel
+from pipeproof.wings.primitives.data_parallel import adam
 from pipeproof.wings.primitives.layers import Layers, Microbatch, decoder, loss_fn, microbatches
-from pipeproof.wings.primitives.norm import norm_of
-from pipeproof.wings.primitives.part import Index, RankPart
+from pipeproof.wings.primitives.part import RankPart
 from pipeproof.wings.primitives.primitive import primitive_of
-from pipeproof.wings.primitives.recompute import (
-    RECOMPUTE,
-    RECOMPUTE_ATTENTION,
-    RECOMPUTE_ATTENTION_REENTRANT,
-    RECOMPUTE_REENTRANT,
-    RECOMPUTE_SELECTIVE,
-)
-from pipeproof.wings.primitives.ring import RING, RING_ZIGZAG
-from pipeproof.wings.primitives.sequence_parallel import SEQUENCE_PARALLEL
 from pipeproof.wings.primitives.stacks import PIPELINE, Stack
-from pipeproof.wings.primitives.tensor_by_hand import SEQUENCE_BY_HAND, TENSOR_BY_HAND
-from pipeproof.wings.primitives.tensor_parallel import TENSOR_PARALLEL
 from pipeproof.worlds.worker import RankContext
-
-
-def shard_layers(stage: Any, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
-    """Every layer of ``stage`` in shards; with a mesh of two axes, in copies along the first. In place."""
-    for layer in (*stage, stage):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    return stage  # type: ignore[no-any-return]
-
-
-def in_last(module: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Reduce gradients in the last backward alone."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-    return nullcontext()
-
-
-ZERO_3 = RankPart(shard_layers, sync=in_last)
-ZERO_3_EVERY = RankPart(shard_layers)
-ZERO_2 = RankPart(partial(shard_layers, reshard=False), sync=in_last)
 
 PARTS: Mapping[str, RankPart] = MappingProxyType(
     {
-        "recompute": RECOMPUTE,
-        "recompute-reentrant": RECOMPUTE_REENTRANT,
-        "recompute-selective": RECOMPUTE_SELECTIVE,
-        "recompute-attention": RECOMPUTE_ATTENTION,
-        "recompute-attention-reentrant": RECOMPUTE_ATTENTION_REENTRANT,
-        "tp": TENSOR_PARALLEL,
-        "sp": SEQUENCE_PARALLEL,
-        "tp-by-hand": TENSOR_BY_HAND,
-        "sp-by-hand": SEQUENCE_BY_HAND,
-        "ep": EXPERT_PARALLEL,
-        "cp": CONTEXT_PARALLEL,
-        "cp-zigzag": ZIGZAG,
-        "ring": RING,
-        "ring-zigzag": RING_ZIGZAG,
-        "ddp": DDP,
-        "zero-1": ZERO_1,
-        "ddp-every": DDP_EVERY,
-        "ddp-static": DDP_STATIC,
-        "ddp-unused": DDP_UNUSED,
-        "zero-2": ZERO_2,
-        "zero-3": ZERO_3,
-        "zero-3-every": ZERO_3_EVERY,
-        "hsdp": ZERO_3,
+        **recompute.PARTS,
+        **tensor_parallel.PARTS,
+        **tensor_by_hand.PARTS,
+        **experts.PARTS,
+        **context.PARTS,
+        **ring.PARTS,
+        **data_parallel.PARTS,
     }
 )
 Parts = Sequence[tuple[RankPart, DeviceMesh]]
@@ -103,7 +54,7 @@ def validate_stack(
         microbatches=microbatches(stack.microbatches, stack.seed),
         ranks=stack.sizes or 1,
         loss_fn=loss_fn,
-        optimizer=adam if any(PARTS[name].updates for name in stack.parts) else None,
+        optimizer=adam if any(PARTS[name].update for name in stack.parts) else None,
     )
     return verdict if step else replace(verdict, config=f"stack {stack}, {verdict.config}", rerun=stack.replay)
 
@@ -125,80 +76,74 @@ def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> S
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """A rank's place: the mesh of its stack, and each part with its axes."""
+class Ready:
+    """A rank of a stack with its stages and its share of microbatches; cleared gradients allow another step.
 
-    stack: Stack
+    parts: each with its axes of ``mesh``. modules: what is called, for each of ``stages``. reports: it has the losses.
+    """
+
     mesh: DeviceMesh
     parts: Parts
-
-    @classmethod
-    def of(cls, stack: Stack, model: nn.Module) -> Self:
-        """Build this rank's parts."""
-        mesh = mesh_of(stack, model)
-        axes = {name: primitive_of(name).axes for name in stack.parts}
-        return cls(stack, mesh, [(PARTS[name], mesh[own] if own else mesh) for name, own in axes.items()])
-
-    def pipeline(self, modules: Sequence[nn.Module], microbatches: int) -> PipelineSchedule | None:
-        """Build the pipeline of this rank's ``modules``, if several ranks have stages."""
-        if not self.stack.has_pipeline:
-            return None
-        return PipelineSchedule(
-            kind=self.stack.schedule,
-            n_microbatches=microbatches,
-            stages=modules,
-            loss_fn=loss_of(self.parts),
-            pp_group=self.mesh.get_group(PIPELINE),
-        )
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A rank with stages and its share of microbatches, ready to step; cleared gradients allow another step."""
-
-    place: RankPlace
     stages: Sequence[Layers]
     modules: Sequence[nn.Module]
     microbatches: Sequence[Microbatch]
     divisor: float
     pipeline: PipelineSchedule | None
+    reports: bool
 
     def step(self) -> StepResult:
-        """Forward and backward of every microbatch, all gradients reduced."""
-        parts = self.place.parts
+        """Forward and backward of every microbatch, all gradients reduced, parameters updated."""
         with ExitStack() as around:
-            for part, _ in parts:
+            for part, _ in self.parts:
                 around.enter_context(part.around())
             if self.pipeline is not None:
                 losses = list(self.pipeline.train_step(self.microbatches, loss_divisor=self.divisor).losses)
             else:
-                losses = accumulate(self.modules[0], self.microbatches, self.divisor, parts)
-        return self._result(losses)
-
-    def _result(self, losses: Sequence[float]) -> StepResult:
-        """Return this rank's results after reducing gradients and updating parameters."""
-        stack, mesh, parts = self.place.stack, self.place.mesh, self.place.parts
-        each = [(part, stage, own) for part, own in parts for stage in self.stages]
+                losses = accumulate(self.modules[0], self.microbatches, self.divisor, self.parts)
+        each = [(part, stage, own) for part, own in self.parts for stage in self.stages]
         for part, stage, own in each:
             part.finish(stage, own)
         held = {one: at for part, stage, own in each for one, at in part.held(stage, own).items()}
-        norm = norm_of(self.stages, mesh, in_parts=held)
+        norm = norm_of(self.stages, self.mesh, in_parts=held)
         for part, stage, own in each:
-            part.update(stage, own)
-        reported = whole(losses, parts) if holds_loss(mesh, stack) else None
-        return StepResult(self.stages, losses=reported, grad_norm=norm, gradients=gradients_of(self.stages, held))
+            if part.update is not None:
+                part.update(stage, own)
+        every = [one for stage in self.stages for one in stage.parameters()]
+        gradients = {one: (one.grad, held[one]) if one in held else one.grad for one in every} if held else None
+        reported = whole(losses, self.parts) if self.reports else None
+        return StepResult(self.stages, losses=reported, grad_norm=norm, gradients=gradients)
 
 
 def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> Ready:
     """Prepare this rank of ``stack`` for its first step."""
-    place = RankPlace.of(stack, model)
-    stages = [watch(one) for one in stages_of(model, place.mesh, stack)]
+    sizes = stack.sizes or {"dp": 1}
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    axes = {name: primitive_of(name).axes for name in stack.parts}
+    parts = [(PARTS[name], mesh[own] if own else mesh) for name, own in axes.items()]
+    stages, reports = [model], True
+    if stack.has_pipeline:
+        rank, ranks = mesh.get_local_rank(PIPELINE), stack.sizes[PIPELINE]
+        schedule = build(stack.schedule, ranks=ranks, microbatches=stack.each, virtual=stack.virtual)
+        each = len(model) // schedule.n_stages
+        stages = [model[number * each : (number + 1) * each] for number in schedule.stages_of(rank)]  # type: ignore[misc]  # of one class
+        reports = rank == schedule.placement[-1]
+    stages = [watch(one) for one in stages]
     modules: list[nn.Module] = list(stages)
-    for part, own in place.parts:
+    for part, own in parts:
         modules = [part.apply(module, own) for module in modules]
         microbatches = [part.share(one, own) for one in microbatches]
-    divisor = divisor_of(len(microbatches), place.parts)
-    return Ready(place, stages, modules, microbatches, divisor, place.pipeline(modules, len(microbatches)))
+    pipeline = None
+    if stack.has_pipeline:
+        pipeline = PipelineSchedule(
+            kind=stack.schedule,
+            n_microbatches=len(microbatches),
+            stages=modules,
+            loss_fn=loss_of(parts),
+            pp_group=mesh.get_group(PIPELINE),
+        )
+    divisor = divisor_of(len(microbatches), parts)
+    return Ready(mesh, parts, stages, modules, microbatches, divisor, pipeline, reports)
 
 
 def setup(context: RankContext, stack: Stack) -> Setup:
@@ -213,45 +158,6 @@ def setup(context: RankContext, stack: Stack) -> Setup:
         return Running(model, rank.stages, lambda: rank.step().losses or ())
 
     return build_rank
-
-
-def mesh_of(stack: Stack, model: nn.Module) -> DeviceMesh:
-    """Return the mesh; one rank for a stack without axes."""
-    sizes = stack.sizes or {"dp": 1}
-    return init_device_mesh(device_of(model), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def device_of(model: nn.Module) -> str:
-    """Return the model's kind of device."""
-    return next(model.parameters()).device.type
-
-
-def stages_of(model: Layers, mesh: DeviceMesh, stack: Stack) -> list[Layers]:
-    """Return this rank's layers, stage by stage."""
-    if not stack.has_pipeline:
-        return [model]
-    numbers = placement_of(stack).stages_of(mesh.get_local_rank(PIPELINE))
-    each = len(model) // (stack.sizes[PIPELINE] * stack.virtual)
-    return [model[number * each : (number + 1) * each] for number in numbers]  # type: ignore[misc]  # of one class
-
-
-def placement_of(stack: Stack) -> Schedule:
-    """Return a schedule with the placement of stages."""
-    return build(stack.schedule, ranks=stack.sizes[PIPELINE], microbatches=stack.each, virtual=stack.virtual)
-
-
-def holds_loss(mesh: DeviceMesh, stack: Stack) -> bool:
-    """True if this rank has the last stage."""
-    return not stack.has_pipeline or mesh.get_local_rank(PIPELINE) == placement_of(stack).placement[-1]
-
-
-def gradients_of(
-    stages: Sequence[nn.Module], held: Mapping[nn.Parameter, Index]
-) -> Mapping[nn.Parameter, object] | None:
-    """Return all gradients of ``stages``, with the positions of partial ones; None if ``.grad`` suffices."""
-    if not held:
-        return None
-    return {one: (one.grad, held[one]) if one in held else one.grad for stage in stages for one in stage.parameters()}
 
 
 def divisor_of(count: float, parts: Parts) -> float:
@@ -290,3 +196,28 @@ def whole(losses: Sequence[float], parts: Parts) -> list[float]:
             dist.all_reduce(found, group=own.get_group())
             found /= own.size()
     return found.tolist()
+
+
+def norm_of(stages: Iterable[nn.Module], mesh: DeviceMesh, *, in_parts: Collection[nn.Parameter] = ()) -> float:
+    """Compute the norm, equal on every rank of ``mesh``: each gradient counts once, whole or in parts.
+
+    ``in_parts``: parameters cut by hand along tp or sp.
+    """
+    names = mesh.mesh_dim_names or ()
+    squares = {axis: torch.zeros((), dtype=torch.float64) for axis in ("", "ep", "tp", "sp")}
+    by_hand = next((axis for axis in ("tp", "sp") if axis in names), "")
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            axis = "ep" if experts.is_expert(name) else by_hand if parameter in in_parts else ""
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                squares[axis] += (norm.full_tensor() if isinstance(norm, DTensor) else norm).cpu() ** 2
+
+    def sum_along(axis: str, number: Tensor) -> Tensor:
+        if axis in names:  # where ranks have separate gradients
+            number = number.to(mesh.device_type)
+            dist.all_reduce(number, group=mesh.get_group(axis))
+        return number.cpu()
+
+    total = sum((sum_along(axis, one) for axis, one in squares.items()), torch.zeros(()))
+    return float(sum_along("pp", total).sqrt())

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pipeproof.pipeline.schedules import build, canonical_name, list_known, virtuals
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, check_count
 from pipeproof.wings.primitives.primitive import ALIASES, PRIMITIVES, VARIANTS, Level, primitive_of
-from pipeproof.wings.primitives.sizes import EACH, EXPERTS, HEADS, SEQUENCE
 
+# Of the small decoder under the primitives.
+WIDTH, HEADS, SEQUENCE, VOCABULARY = 16, 4, 16, 32
+EXPERTS, CHOSEN, CAPACITY = 4, 2, 1.25  # a token visits CHOSEN; an expert takes CAPACITY times its even share
+BATCH = 3  # sequences of a microbatch
+EACH = 2  # ranks along an axis of which nothing is said, or that stands for a larger one
 PIPELINE = "pp"
 ONE_DEVICE = "one-device"  # the line of a stack of nothing
 _CUTS = (  # what the ranks of an axis share evenly

@@ -5,6 +5,7 @@ of the vocabulary, and the loss is made of these.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from pipeproof.wings.primitives.collectives import (
     copy_in,
     gather,
     own_part,
-    reduce_gradient,
     scatter,
+    sum_gradients,
     sum_out,
     sum_over,
 )
@@ -42,7 +43,9 @@ class Cut(nn.Module):
             part = parameter if name not in dims else nn.Parameter(own_part(parameter.data, group, dims[name]).clone())
             self.register_parameter(name, part)
             if name in dims:
-                self.at[name] = index(part, dims[name], dist.get_rank(group))
+                dim, length = dims[name], part.shape[dims[name]]
+                before = (slice(0, size) for size in part.shape[:dim])
+                self.at[name] = *before, slice(dist.get_rank(group) * length, (dist.get_rank(group) + 1) * length)
 
 
 class Columns(Cut):
@@ -78,12 +81,6 @@ class Vocabulary(Cut):
         own, mine = local_index(tokens, len(self.weight), self.group)
         found = nn.functional.embedding(own, self.weight).masked_fill(~mine[..., None], 0)
         return self.across(found, self.group)
-
-
-def index(part: Tensor, dim: int, rank: int) -> Index:
-    """Return the position of ``part`` in the whole: ranks have equal parts along ``dim``."""
-    length = part.shape[dim]
-    return *(slice(0, size) for size in part.shape[:dim]), slice(rank * length, (rank + 1) * length)
 
 
 def with_bias(x: Tensor, bias: Tensor) -> Tensor:
@@ -142,24 +139,17 @@ CUTS = (  # in which module what is cut how, and whether ranks begin there to ha
 )
 
 
-def cut(stage: nn.Module, mesh: DeviceMesh, *, into: Pass, out: Pass) -> nn.Module:
-    """Attention by heads, feedforward layers by columns and rows, embedding and logits by the vocabulary. In place."""
+def cut(stage: nn.Module, mesh: DeviceMesh, *, split: bool = False) -> nn.Module:
+    """Attention by heads, feedforward layers by columns and rows, embedding and logits by the vocabulary. In place.
+
+    ``split``: between them every rank has a part of each sequence.
+    """
+    into, out = (gather, scatter) if split else (copy_in, sum_out)
     for module in list(stage.modules()):
         for owner, name, kind, begins in CUTS:
             if isinstance(module, owner):
                 setattr(module, name, kind(getattr(module, name), mesh.get_group(), into if begins else out))
-    return stage
-
-
-def cut_whole(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut layers, with whole sequences between them on every rank."""
-    return cut(stage, mesh, into=copy_in, out=sum_out)
-
-
-def cut_sequences(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut layers, with a part of each sequence between them on every rank."""
-    for module in cut(stage, mesh, into=gather, out=scatter).modules():
-        if isinstance(module, Embedding):
+        if split and isinstance(module, Embedding):
             module.at = places(mesh)
     return stage
 
@@ -175,10 +165,8 @@ def local_parameters(stage: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter
 def of_whole(stage: nn.Module, mesh: DeviceMesh) -> None:
     """Sum gradients of norms, positions and biases: each rank has its part of the sequences."""
     cut_up = local_parameters(stage, mesh)
-    for name, parameter in stage.named_parameters():
-        if parameter not in cut_up:
-            reduce_gradient(name, parameter, mesh.get_group())
+    sum_gradients(stage, mesh, unless=lambda name, parameter: parameter in cut_up)
 
 
-TENSOR_BY_HAND = RankPart(cut_whole, loss=loss_of_parts, held=local_parameters)
-SEQUENCE_BY_HAND = RankPart(cut_sequences, loss=loss_of_parts, held=local_parameters, finish=of_whole)
+_HELD = partial(RankPart, loss=loss_of_parts, held=local_parameters)
+PARTS = {"tp-by-hand": _HELD(cut), "sp-by-hand": _HELD(partial(cut, split=True), finish=of_whole)}

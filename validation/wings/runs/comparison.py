@@ -64,9 +64,16 @@ def compare_runs(
     """
     began, right, observed = perf_counter(), WholeRun(good), WholeRun(other)
     rounded = None if third is None else WholeRun(third)
-    for run in (observed, rounded):
-        if run is not None:
-            _check_parameters(right, run)
+    for run in filter(None, (observed, rounded)):
+        for one, its in ((right, run), (run, right)):
+            if lost := [name for name in one.parameters if name not in its.parameters]:
+                more = f" and {len(lost) - 1} more" * (len(lost) > 1)
+                odd = next((f", but {name}" for name in its.parameters if name not in one.parameters), "")
+                cure = "give record_run(rename=), which names them as in the whole model"
+                raise RecordError(f"{its} has no parameter {lost[0]}{more}, which {one} has{odd}: {cure}")
+        for name, (_, own) in right.parameters.items():
+            if str(own) != str(theirs := run.parameters[name][1]):
+                raise RecordError(f"{name} is {own} in {right} and {theirs} in {run}: expected one form")
     found = _Comparison(right, observed, None if rounded is None else Growth(right, rounded))
     found.compare(until, progress)
     title = f"{observed} against {right}" + ("" if rounded is None else f", rounding by {rounded}")
@@ -116,14 +123,12 @@ class _Comparison:
             last = self.expected, self.observed
         else:
             self._remark_on_the_rest(own, theirs)
-        if self.parted is not None and (versions := _other_versions(self.good, self.other)):
-            self.ledger.remark("steps", versions)
-        self._miss([law for law in _REPORTED if not any(self.ledger.compared_names(law, number) for number in numbers)])
-
-    def _miss(self, laws: Sequence[str]) -> None:
-        """Say why these ``laws`` were not compared."""
+        versions, its = (run.files[0].header.config for run in (self.good, self.other))
+        odd = [f"{name} {its.get(name)}, not {there}" for name, there in versions.items() if its.get(name) != there]
+        if self.parted is not None and odd:
+            self.ledger.remark("steps", f"computed by {', '.join(odd)}")
         steps = self.expected, self.observed
-        for law in laws:
+        for law in [one for one in _REPORTED if not any(self.ledger.compared_names(one, number) for number in numbers)]:
             conflict = next((step.conflicts[law] for step in steps if law in step.conflicts), "")
             both = all(_REPORTED[law](step) is not None for step in steps)
             self.ledger.miss(law, conflict or ("the runs part before it" if both else "not both runs report it"))
@@ -132,9 +137,17 @@ class _Comparison:
     def _enter(self, last: tuple[WholeStep, WholeStep] | None) -> None:
         """Enter one step in causal order; all else follows from different weights or data."""
         self._replicas(before=True)
-        self._initial_weights(last)
-        if not self.ledger.failed:
-            self._microbatches()
+        for name in self._upstream(self.expected.before):
+            pair = self.observed.before[name], self.expected.before[name]
+            left = None if last is None else (last[1].weights[name], last[0].weights[name])
+            # The previous compared step covers weights that it left, and others by their movement since.
+            if left is None or [one.digest for one in left] != [one.digest for one in pair]:
+                self._sketches("initial-weights", name, pair, base=left)
+        expected, observed = self.expected.microbatches, self.observed.microbatches
+        if not self.ledger.failed and expected is not None and observed is not None:
+            same = numbers_in(expected, observed) is not None
+            found = "" if same else f"other data: {other_microbatch(expected, observed)}"
+            self.ledger.hold(self._at("microbatches"), same, found, f"that of {self.good}")
         if self.ledger.failed:
             return
         self._numbers()
@@ -152,21 +165,6 @@ class _Comparison:
             if (what == "weight") == before:
                 place = self._at("replicas", parameter=name, rank=rank, beside=first)
                 self.ledger.hold(place, False, f"another {what} than rank {first}", "the same")
-
-    def _initial_weights(self, last: tuple[WholeStep, WholeStep] | None) -> None:
-        """Compare initial weights, unless the previous compared step covers them, by their movement since."""
-        for name in self._upstream(self.expected.before):
-            pair = self.observed.before[name], self.expected.before[name]
-            left = None if last is None else (last[1].weights[name], last[0].weights[name])
-            if left is None or [one.digest for one in left] != [one.digest for one in pair]:
-                self._sketches("initial-weights", name, pair, base=left)
-
-    def _microbatches(self) -> None:
-        expected, observed = self.expected.microbatches, self.observed.microbatches
-        if expected is not None and observed is not None:
-            same = numbers_in(expected, observed) is not None
-            found = "" if same else f"other data: {other_microbatch(expected, observed)}"
-            self.ledger.hold(self._at("microbatches"), same, found, f"that of {self.good}")
 
     def _numbers(self) -> None:
         """Compare losses and the norm. Infinite or NaN on both sides shows nothing, as after an overflow."""
@@ -306,26 +304,6 @@ class _Comparison:
         if self.growth is None:
             return f"{part}; {_UNMEASURED}: give a third run with --also"
         return f"{part}; {_UNMEASURED}, as the third run ends with step {self.growth.last}"
-
-
-def _check_parameters(good: WholeRun, other: WholeRun) -> None:
-    """Raise ``RecordError`` unless two runs have equal parameters and shapes."""
-    for one, its in ((good, other), (other, good)):
-        if lost := [name for name in one.parameters if name not in its.parameters]:
-            more = f" and {len(lost) - 1} more" * (len(lost) > 1)
-            odd = next((f", but {name}" for name in its.parameters if name not in one.parameters), "")
-            cure = "give record_run(rename=), which names them as in the whole model"
-            raise RecordError(f"{its} has no parameter {lost[0]}{more}, which {one} has{odd}: {cure}")
-    for name, (_, own) in good.parameters.items():
-        if str(own) != str(theirs := other.parameters[name][1]):
-            raise RecordError(f"{name} is {own} in {good} and {theirs} in {other}: expected one form")
-
-
-def _other_versions(good: WholeRun, other: WholeRun) -> str:
-    """Describe different software versions of the two runs."""
-    own, theirs = (run.files[0].header.config for run in (good, other))
-    odd = [f"{name} {theirs.get(name)}, not {there}" for name, there in own.items() if theirs.get(name) != there]
-    return f"computed by {', '.join(odd)}" if odd else ""
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from pipeproof.worlds.output_file import finite
 
 FORMAT, VERSION = "pipeproof/run", 2
 STEPS = 4  # that are kept at hand: the one before is asked for, too
+TENSORS = ("before", "gradients", "weights")
 _FORM = struct.Struct("<16s9d")  # the digest, the norm, the projections
 _CURE = "record it again, or leave the run out"
 Options = Mapping[str, Mapping[str, object]]  # of optimizers, by parameter: learning rate, weight decay and others
@@ -102,10 +103,14 @@ class RankStep:
         for place, name in enumerate(header.parameters):
             places.setdefault(json.dumps(finite(self.options.get(name, {}))), []).append(place)
         options = [[json.loads(text), group] for text, group in places.items() if text != "{}"]
-        tensors = {
-            what: [_pack(found.get(name)) for name in header.parameters] if found else []
-            for what, found in (("before", self.before), ("gradients", self.gradients), ("weights", self.weights))
-        }
+        tensors = dict[str, list[str | None]]()
+        for what in TENSORS:
+            found: Mapping[str, Sketch | None] = getattr(self, what)
+            tensors[what] = [None] * len(header.parameters if found else ())
+            for place, one in enumerate(map(found.get, header.parameters) if found else ()):
+                if one is not None:
+                    packed = _FORM.pack(one.digest, one.norm, *one.projections)
+                    tensors[what][place] = base64.b64encode(packed).decode()
         lying = {name: [one.bounds, one.addend] for name, one in self.lying.items()}
         return _line({**vars(self), **tensors, "options": options, "lying": lying})
 
@@ -124,9 +129,14 @@ class RankFile:
             self.header = _header(path, file.readline())
             self.size = file.tell()  # of whole lines, in bytes
             for line in iter(file.readline, b""):
-                if line.endswith(b"\n"):  # otherwise the job was killed during the write
-                    self._index(line)
-                    self.size += len(line)
+                if not line.endswith(b"\n"):
+                    break  # the job was killed during the write
+                with _refusing(path, f"was altered: what begins at byte {self.size} is no step; {_CURE}"):
+                    number = _count(json.loads(line)["number"])
+                # A resumed job repeats steps, and the latest counts.
+                self._starts = {one: start for one, start in self._starts.items() if one < number}
+                self._starts[number] = self.size
+                self.size += len(line)
         self.numbers: Sequence[int] = list(self._starts)
 
     def step(self, number: int) -> RankStep:
@@ -134,14 +144,6 @@ class RankFile:
         step = self._recent(number)
         left = {} if step.after is None else self._recent(step.after).weights
         return replace(step, before={**left, **step.before})
-
-    def _index(self, line: bytes) -> None:
-        """Note the position of a step's line. A resumed job repeats steps, and the latest counts."""
-        with _refusing(self.path, f"was altered: what begins at byte {self.size} is no step; {_CURE}"):
-            number = _count(json.loads(line)["number"])
-        for later in [one for one in self._starts if one >= number]:
-            del self._starts[later]
-        self._starts[number] = self.size
 
     def _read(self, number: int) -> RankStep:
         changed = f"was changed while it was read: step {number} is not where it was; compare once more"
@@ -152,13 +154,34 @@ class RankFile:
                 raise ValueError(f"it is step {data['number']}")
         with _refusing(self.path, f"was altered: step {number} has no such form; {_CURE}"):
             step = self._restore(data)
-        if why := self._contradiction(step):
+        # What a recorder never writes.
+        place, why = bisect_left(self.numbers, number), ""
+        earlier = self.numbers[place - 1] if place else None
+        losses, microbatches, names = step.losses, step.microbatches, self.header.parameters.keys()
+        whole = step.weights.keys() == names and (step.after is not None or step.before.keys() == names)
+        if losses is not None and microbatches is not None and len(losses) != len(microbatches):
+            why = f"has {len(losses)} losses of {len(microbatches)} microbatches"
+        elif step.after not in (None, earlier):
+            there = "none is" if earlier is None else f"that is {earlier}"
+            why = f"goes on from step {step.after}, and {there} before it"
+        elif not (whole or step.problem):
+            why = "lacks weights"
+        if why:
             raise RecordError(f"{self.path} was altered: step {number} {why}; {_CURE}")
         return step
 
     def _restore(self, data: Mapping[str, Any]) -> RankStep:
-        names = list(self.header.parameters)
-        before, gradients, weights = (self._tensors(data[what]) for what in ("before", "gradients", "weights"))
+        names, tensors = list(self.header.parameters), dict[str, dict[str, Sketch | None]]()
+        for what in TENSORS:
+            tensors[what] = {}
+            for (name, one), text in zip(self.header.parameters.items(), data[what], strict=bool(data[what])):
+                tensors[what][name] = None
+                if text is not None:
+                    content, norm, *projections = _FORM.unpack(base64.b64decode(text))
+                    tensors[what][name] = Sketch(one.shape, dtype_of(one.dtype), content, norm, tuple(projections))
+        before, weights = (
+            {name: one for name, one in tensors[what].items() if one is not None} for what in ("before", "weights")
+        )
         if data["computed"]:
             dtype_of(data["computed"])
         return RankStep(
@@ -168,38 +191,21 @@ class RankFile:
             loss=None if data["loss"] is None else float(data["loss"]),
             norm=None if data["norm"] is None else float(data["norm"]),
             options={names[place]: dict(options) for options, places in data["options"] for place in places},
-            before={name: one for name, one in before.items() if one is not None},
-            gradients=gradients,
+            before=before,
+            gradients=tensors["gradients"],
             lying={name: self._place(name, *one) for name, one in data["lying"].items()},
-            weights={name: one for name, one in weights.items() if one is not None},
+            weights=weights,
             clipped=bool(data["clipped"]),
             computed=data["computed"],
             after=data["after"],
             problem=str(data["problem"]),
         )
 
-    def _tensors(self, texts: list[str | None]) -> dict[str, Sketch | None]:
-        parameters = self.header.parameters.items()
-        return {name: _unpack(one, text) for (name, one), text in zip(parameters, texts, strict=bool(texts))}
-
     def _place(self, name: str, bounds: Any, addend: Any) -> Shard:
         own, count = map(_count, addend)
         if not own < count <= max(1, self.header.ranks):
             raise ValueError(f"number {own} of {count} addends is on no rank")
         return Shard(_bounds(bounds), self.header.parameters[name].shape, addend=(own, count))
-
-    def _contradiction(self, step: RankStep) -> str:
-        """Describe contradictions that a recorder never writes; empty without."""
-        losses, microbatches, names = step.losses, step.microbatches, self.header.parameters.keys()
-        if losses is not None and microbatches is not None and len(losses) != len(microbatches):
-            return f"has {len(losses)} losses of {len(microbatches)} microbatches"
-        place = bisect_left(self.numbers, step.number)
-        earlier = self.numbers[place - 1] if place else None
-        if step.after not in (None, earlier):
-            there = "none is" if earlier is None else f"that is {earlier}"
-            return f"goes on from step {step.after}, and {there} before it"
-        whole = step.weights.keys() == names and (step.after is not None or step.before.keys() == names)
-        return "" if whole or step.problem else "lacks weights"
 
 
 @contextmanager
@@ -253,19 +259,6 @@ def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value} is no number from 0")
     return value
-
-
-def _pack(sketch: Sketch | None) -> str | None:
-    if sketch is None:
-        return None
-    return base64.b64encode(_FORM.pack(sketch.digest, sketch.norm, *sketch.projections)).decode()
-
-
-def _unpack(one: RankParameter, text: str | None) -> Sketch | None:
-    if text is None:
-        return None
-    content, norm, *projections = _FORM.unpack(base64.b64decode(text))
-    return Sketch(one.shape, dtype_of(one.dtype), content, norm, tuple(projections))
 
 
 def _line(data: Mapping[str, object]) -> str:

@@ -52,8 +52,12 @@ def differences(one: WholeStep, other: WholeStep) -> dict[Quantity, Apart]:
     for name in _unlike(one.weights, other.weights):
         if any(step.weights[name].digest != step.before[name].digest for step in (one, other)):
             found[Quantity("updated-parameters", name)] = _distance(movement(one, name), movement(other, name))
-    numbers = {what: _number_apart(*pair) for what, *pair in number_pairs(one, other)}
-    return found | {what: apart for what, apart in numbers.items() if apart.size}
+    for what, mine, its in number_pairs(one, other):
+        if mine != its and (math.isfinite(mine) or math.isfinite(its)):
+            gap = abs(its - mine)
+            relative = gap / abs(mine) if mine and gap < math.inf else math.inf
+            found[what] = Apart(relative, gap if gap < math.inf else math.inf)
+    return found
 
 
 def _unlike(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[str]:
@@ -88,13 +92,6 @@ def number_pairs(one: WholeStep, other: WholeStep) -> list[tuple[Quantity, float
         total *= math.fsum(theirs) / math.fsum(own)
     more = [(Quantity("loss"), total, other.loss), (Quantity("grad-norm"), one.norm, other.norm)]
     return pairs + [(what, mine, its) for what, mine, its in more if mine is not None and its is not None]
-
-
-def _number_apart(one: float, other: float) -> Apart:
-    if one == other or not (math.isfinite(one) or math.isfinite(other)):
-        return Apart()
-    gap = abs(other - one)
-    return Apart(gap / abs(one) if one else math.inf, gap) if gap < math.inf else Apart(math.inf, math.inf)
 
 
 def _typical(found: Mapping[Quantity, Apart], law: str) -> float:
@@ -181,22 +178,20 @@ class Growth:
         step = self._good.step(number)
         if what.law in _COMPUTED and step.computed.unit > min(precision.unit, FP32.unit):
             # What the third run shows of so coarse a type is multiplied by that one's own factor: by another, all would
-            # be unknown, gradients of zeros too.
-            own = coarsest([precision, step.computed]).factor
-            nudged = max(own * nudged, _jump(what, step)) / precision.factor
-        size = self._noise(what, step, precision)
-        driven = 0.0 if size else self._driven(what, most / precision.factor)
+            # be unknown, gradients of zeros too. Another rounding in it has an effect on all gradients together.
+            own, jump = coarsest([precision, step.computed]).factor, step.computed.most
+            one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
+            if one is not None and one.norm:
+                jump = max(jump, step.computed.unit * step.size / one.norm)
+            nudged = max(own * nudged, jump) / precision.factor
+        size, driven = self._noise(what, step, precision), 0.0
+        if not size and what.law == "updated-parameters":
+            # Optimizers move elements with pure rounding as gradient like others, for example the bias of keys, which
+            # attention ignores, in one parameter with queries and values: that is unusual among parameters.
+            apart, usual = self._aged.each.get(what, Apart()), most / precision.factor
+            rare = self._aged.typical.get(what.law, 0.0) <= usual < apart.relative
+            driven = apart.size if rare and apart.size < math.inf else 0.0
         return Floor(aged, 0.0, 0.0, replace(precision, most=most), nudged, size or driven, driven=driven > 0)
-
-    def _driven(self, what: Quantity, most: float) -> float:
-        """Return the rounding of an update, if above ``most`` and unusual among parameters.
-
-        Optimizers move elements with pure rounding as gradient like others, for example the bias of keys, which
-        attention ignores, in one parameter with queries and values.
-        """
-        apart = self._aged.each.get(what, Apart())
-        rare = what.law == "updated-parameters" and self._aged.typical.get(what.law, 0.0) <= most
-        return apart.size if rare and most < apart.relative and apart.size < math.inf else 0.0
 
     def _noise(self, what: Quantity, step: WholeStep, precision: Precision) -> float:
         """Return the rounding of a parameter with pure rounding as gradient; 0 for others.
@@ -230,30 +225,18 @@ class Growth:
 
     def _compare(self, number: int) -> Mapping[Quantity, Apart]:
         """How far apart the two are in a step."""
-        one, other = self._good.step(number), self._third.step(number)
-        if why := self._other(one, other):
-            raise RecordError(
-                f"{self._third} measures more than rounding: in step {number} it {why}; expected the steps of "
-                f"{self._good}"
-            )
-        return differences(one, other)
-
-    def _other(self, one: WholeStep, other: WholeStep) -> str:
-        """Describe differences of the third run beyond the order of sums; empty without."""
+        one, other, why = self._good.step(number), self._third.step(number), ""
         own, theirs = one.microbatches, other.microbatches
+        unlike = _unlike(one.before, other.before) if number == self._numbers[0] else []
         if own is not None and theirs is not None and numbers_in(own, theirs) is None:
-            return f"has other microbatches, {other_microbatch(own, theirs)}"
-        if options := other_options(one.options, other.options):
-            return f"has another optimizer: {options}"
-        if one.number == self._numbers[0] and (unlike := _unlike(one.before, other.before)):
-            return f"begins with other weights, {unlike[0]} first"
-        if one.clipped != other.clipped:
-            return "has gradients before clipping where the other has them after it, or the other way round"
-        return ""
-
-
-def _jump(what: Quantity, step: WholeStep) -> float:
-    """Return the relative effect of another rounding in the computing type."""
-    one = step.gradients.get(str(what.name)) if what.law == "gradient" else None
-    most = step.computed.most
-    return most if one is None or not one.norm else max(most, step.computed.unit * step.size / one.norm)
+            why = f"has other microbatches, {other_microbatch(own, theirs)}"
+        elif options := other_options(one.options, other.options):
+            why = f"has another optimizer: {options}"
+        elif unlike:
+            why = f"begins with other weights, {unlike[0]} first"
+        elif one.clipped != other.clipped:
+            why = "has gradients before clipping where the other has them after it, or the other way round"
+        if why:
+            what = f"in step {number} it {why}; expected the steps of {self._good}"
+            raise RecordError(f"{self._third} measures more than rounding: {what}")
+        return differences(one, other)

@@ -88,7 +88,15 @@ class RunStep:
         self._step = replace(self._step, **found)  # type: ignore[arg-type]  # fields by their names
 
     def _begin(self, _: RankStep) -> Mapping[str, object]:
-        self._run.check_parameters()
+        own = self._run.own
+        there = {id(one) for module in own.modules.values() for one in module.parameters()}
+        for address, name in own.names.items():
+            if address not in there and name not in own.shards:
+                cure = "call record_run once parameters are those that will be trained"
+                raise RecordError(f"{name} is another tensor than when recording began: {cure}")
+        for name, one in own.parameters.items():
+            if tuple(one.shape) != (lengths := self._run.header.parameters[name].shard.lengths):
+                raise RecordError(f"{name} has shape {list(one.shape)}, and had {list(lengths)} when recording began")
         self._computed.__enter__()
         self._hooks = [one.register_step_pre_hook(self._before_update) for one in self._run.optimizers]
         left, now, after = self._run.left, self._run.sketches(), self._run.after
@@ -107,9 +115,9 @@ class RunStep:
         self._note(lambda _: {"options": self._run.options()})
 
     def _end(self, step: RankStep) -> Mapping[str, object]:
-        self._run.left = weights = self._run.sketches()
-        self._run.computed = self._run.computed or self._computed.narrowest
-        return {"weights": weights, "options": step.options or self._run.options(), "computed": self._run.computed}
+        run = self._run
+        run.left, run.computed = run.sketches(), run.computed or self._computed.narrowest
+        return {"weights": run.left, "options": step.options or run.options(), "computed": run.computed}
 
     def _gradients(self, named: Mapping[str, Any] | None) -> dict[str, object]:
         own, parameters = self._run.own, self._run.header.parameters
@@ -121,10 +129,18 @@ class RunStep:
                 expected = "expected the tensor that this rank has, or None"
                 raise RecordError(f"the gradient of {name} is {show(gradient)}: {expected}")
             kept[name] = None
-            if gradient is not None:
-                at = _place(name, gradient, parameters[name].shard)
-                kept[name] = brief(dense(local_tensor(gradient)), at=at)
-                lying |= {} if at == parameters[name].shard else {name: at}
+            if gradient is None:
+                continue
+            weight, here = parameters[name].shard, local_tensor(gradient)
+            try:  # without asking others to align it with its weight
+                at = shard_of(gradient) or weight
+            except ShardError as error:
+                raise RecordError(f"the gradient of {name} cannot be kept: {error}") from None
+            if (shape := tuple(here.shape)) != at.lengths or at.shape != weight.shape:
+                other = f"has shape {list(shape)}, and the weight {list(at.lengths)}"
+                raise RecordError(f"the gradient of {name} {other}")
+            kept[name] = brief(dense(here), at=at)
+            lying |= {} if at == weight else {name: at}
         return {"gradients": kept, "lying": lying, "clipped": False}
 
     def _numbers(self, losses: Sequence[float] | None, known: Mapping[str, float | None]) -> dict[str, object]:
@@ -134,17 +150,6 @@ class RunStep:
             if self._given is not None and len(found) != len(self._given):
                 raise RecordError(f"losses has {len(found)} numbers, and there are {len(self._given)} microbatches")
         return numbers
-
-
-def _place(name: str, gradient: Tensor, weight: Shard) -> Shard:
-    """Return the place of this rank's part of a gradient, without asking others to align it with its ``weight``."""
-    try:
-        at = shard_of(gradient) or weight
-    except ShardError as error:
-        raise RecordError(f"the gradient of {name} cannot be kept: {error}") from None
-    if (shape := tuple(local_tensor(gradient).shape)) != at.lengths or at.shape != weight.shape:
-        raise RecordError(f"the gradient of {name} has shape {list(shape)}, and the weight {list(at.lengths)}")
-    return at
 
 
 class RunRecorder:
@@ -182,7 +187,12 @@ class RunRecorder:
         """Begin or resume the file. Raises ``RecordError`` on failure."""
         try:
             if resume and self._path.exists():
-                self._cut_torn_line()
+                there, same = RankFile(self._path), ("ranks", "every", "parameters")
+                if any(getattr(there.header, what) != getattr(self.header, what) for what in same):
+                    cure = "name a new folder"
+                    raise RecordError(f"{self._path} is of a job with other ranks, parameters or every=: {cure}")
+                with self._path.open("r+b") as file:
+                    file.truncate(there.size)  # without a torn line
                 self._next = None  # ranks may have come to other steps before a job was stopped
                 return self
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,24 +205,6 @@ class RunRecorder:
             cure = "choose a writable folder"
             raise RecordError(f"cannot write {self._path}: {error.strerror or error}; {cure}") from error
         return self
-
-    def _cut_torn_line(self) -> None:
-        there = RankFile(self._path)
-        if any(getattr(there.header, what) != getattr(self.header, what) for what in ("ranks", "every", "parameters")):
-            raise RecordError(f"{self._path} is of a job with other ranks, parameters or every=: name a new folder")
-        with self._path.open("r+b") as file:
-            file.truncate(there.size)
-
-    def check_parameters(self) -> None:
-        """Raise ``RecordError`` if a module replaced a parameter since recording began."""
-        there = {id(one) for module in self.own.modules.values() for one in module.parameters()}
-        for address, name in self.own.names.items():
-            if address not in there and name not in self.own.shards:
-                cure = "call record_run once parameters are those that will be trained"
-                raise RecordError(f"{name} is another tensor than when recording began: {cure}")
-        for name, one in self.own.parameters.items():
-            if tuple(one.shape) != (lengths := self.header.parameters[name].shard.lengths):
-                raise RecordError(f"{name} has shape {list(one.shape)}, and had {list(lengths)} when recording began")
 
     def sketches(self) -> dict[str, Sketch]:
         """Return a sketch of each parameter, reusing those of unchanged ones."""

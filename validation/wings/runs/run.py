@@ -1,23 +1,96 @@
-"""A long run combined from all ranks' files, one step at a time."""
+"""A long run combined from all ranks' files, one step at a time, independent of the layout."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeproof.core.limits import Precision, coarsest, precision_of
-from pipeproof.core.observe.shards import Shard, find_untiled
-from pipeproof.core.observe.sketch import Sketch
+from pipeproof.core.observe.shards import Bounds, Shard, find_untiled
+from pipeproof.core.observe.sketch import Sketch, add_sketches
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.sizes import SHOWN
 from pipeproof.records.rank_part import Arrival, describe_problems, run_of
 from pipeproof.records.record import RecordError
-from pipeproof.wings.runs.file import STEPS, Options, RankFile, RankParameter, RankStep, dtype_of, other_options
-from pipeproof.wings.runs.tensor import Part, WholeTensor, whole_tensors
+from pipeproof.wings.runs.file import (
+    STEPS,
+    TENSORS,
+    Options,
+    RankFile,
+    RankParameter,
+    RankStep,
+    dtype_of,
+    other_options,
+)
 
 _OWN = "give each run a folder of its own"
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor, None for a missing gradient, and its place."""
+
+    rank: int
+    at: Shard
+    sketch: Sketch | None
+
+    @property
+    def place(self) -> tuple[Bounds, tuple[int, int]]:
+        """Place of the part, and its number as an addend."""
+        return self.at.bounds, self.at.addend
+
+    @property
+    def content(self) -> bytes:
+        """Digest; empty if missing."""
+        return b"" if self.sketch is None else self.sketch.digest
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """``sketch``: of the whole tensor. parts: each once, from the first rank that has it.
+
+    apart: a rank whose part differs from another rank's copy, and that other rank.
+    """
+
+    sketch: Sketch | None
+    parts: tuple[Part, ...]
+    apart: tuple[int, int] | None = None
+
+    def farthest(self, other: "WholeTensor") -> int | None:
+        """Return the rank with the farthest part from ``other``'s; None if parts differ in place."""
+        theirs = {one.place: one.sketch for one in other.parts}
+        if theirs.keys() != {one.place for one in self.parts}:
+            return None
+        gaps = {
+            one.rank: one.sketch.gap(its)
+            for one in self.parts
+            if one.sketch is not None and (its := theirs[one.place]) is not None and its.digest != one.content
+        }
+        return max(gaps, key=gaps.__getitem__, default=None)
+
+
+def whole_tensor(parts: Sequence[Part]) -> WholeTensor:
+    """Combine a tensor from all ranks' parts. Replicas count once."""
+    first: dict[object, Part] = {}
+    apart = None
+    for one in parts:
+        other = first.setdefault(one.place, one)
+        if apart is None and other.content != one.content:
+            apart = one.rank, other.rank
+    distinct, shape = tuple(first.values()), parts[0].at.shape
+    there = [one.sketch for one in distinct if one.sketch is not None]
+    if not there or shape is None:
+        return WholeTensor(None, distinct, apart)
+    whole = add_sketches(there, shape)
+    if any(one.at.addend[1] > 1 for one in distinct):
+        # Bits of a sum are unknown before summation; projections give its norm.
+        content = hashlib.sha256(b"".join(sorted(one.digest for one in there))).digest()[: len(whole.digest)]
+        norm = math.sqrt(sum(one**2 for one in whole.projections) / len(whole.projections))
+        whole = replace(whole, digest=content, norm=norm)
+    return WholeTensor(whole, distinct, apart)
 
 
 @dataclass(frozen=True)
@@ -43,17 +116,20 @@ class WholeStep:
     @cached_property
     def before(self) -> dict[str, Sketch]:
         """Initial weights."""
-        return _there(self.tensors["before"])
+        return self._there("before")
 
     @cached_property
     def gradients(self) -> dict[str, Sketch]:
         """Present gradients of the step."""
-        return _there(self.tensors["gradients"])
+        return self._there("gradients")
 
     @cached_property
     def weights(self) -> dict[str, Sketch]:
         """Weights after the step."""
-        return _there(self.tensors["weights"])
+        return self._there("weights")
+
+    def _there(self, which: str) -> dict[str, Sketch]:
+        return {name: one.sketch for name, one in self.tensors[which].items() if one.sketch is not None}
 
     @cached_property
     def size(self) -> float:
@@ -67,10 +143,6 @@ class WholeStep:
         for what, which in (("updated weight", "weights"), ("gradient", "gradients"), ("weight", "before")):
             found |= {name: (what, *one.apart) for name, one in self.tensors[which].items() if one.apart is not None}
         return found
-
-
-def _there(tensors: Mapping[str, WholeTensor]) -> dict[str, Sketch]:
-    return {name: one.sketch for name, one in tensors.items() if one.sketch is not None}
 
 
 class WholeRun:
@@ -92,7 +164,14 @@ class WholeRun:
         self.files = sorted(map(RankFile, found), key=lambda one: one.header.rank)
         self._check_ranks()
         self.parameters: dict[str, tuple[int, RankParameter]] = {}
-        self._add_parameters()
+        shards: dict[str, list[Shard]] = {}
+        for header in (file.header for file in self.files):
+            for name, one in header.parameters.items():
+                _, first = self.parameters.setdefault(name, (header.rank, one))
+                if str(one) != str(first):
+                    raise RecordError(f"{self}: ranks hold {name} as {first} and as {one}; expected one form")
+                shards.setdefault(name, []).append(one.shard)
+        self._check_parts(shards, "")
         self.numbers = sorted(set[int].intersection(*(set(one.numbers) for one in self.files)))
         self.step = lru_cache(STEPS)(self._step)
 
@@ -119,16 +198,6 @@ class WholeRun:
             cure = "bring the files of all of them into one folder"
             raise RecordError(f"{self} is of {ranks} ranks and lacks {what}: {cure}")
 
-    def _add_parameters(self) -> None:
-        shards: dict[str, list[Shard]] = {}
-        for header in (file.header for file in self.files):
-            for name, one in header.parameters.items():
-                _, first = self.parameters.setdefault(name, (header.rank, one))
-                if str(one) != str(first):
-                    raise RecordError(f"{self}: ranks hold {name} as {first} and as {one}; expected one form")
-                shards.setdefault(name, []).append(one.shard)
-        self._check_parts(shards, "")
-
     def _check_parts(self, shards: Mapping[str, Sequence[Shard]], what: str) -> None:
         """Raise ``RecordError`` unless each parameter's ``shards`` cover it exactly once."""
         for name, parts in shards.items():
@@ -141,12 +210,14 @@ class WholeRun:
         steps = [file.step(number) for file in self.files]
         if problems := {rank: one.problem for rank, one in enumerate(steps) if one.problem}:
             raise RecordError(f"{self} lacks step {number}, which was not recorded: {describe_problems(problems)}")
-        placed = {
-            what: [self._parts_of(rank, step, what) for rank, step in enumerate(steps)]
-            for what in ("before", "gradients", "weights")
-        }
+        placed: dict[str, dict[str, list[Part]]] = {what: {} for what in TENSORS}  # of each rank that has one
+        for what, rank, step in ((what, rank, step) for what in TENSORS for rank, step in enumerate(steps)):
+            lies = step.lying if what == "gradients" else {}
+            for name, one in getattr(step, what).items():
+                at = lies.get(name, self.files[rank].header.parameters[name].shard)
+                placed[what].setdefault(name, []).append(Part(rank, at, one))
         lying = {
-            name: [own[name].at for own in placed["gradients"] if name in own and own[name].sketch is not None]
+            name: [part.at for part in placed["gradients"][name] if part.sketch is not None]
             for name in {name for step in steps for name in step.lying}
         }
         self._check_parts(lying, f"in step {number} the gradient of ")
@@ -157,16 +228,11 @@ class WholeRun:
             self._number("loss", "loss", steps, conflicts),
             self._number("grad-norm", "norm", steps, conflicts),
             self._options(steps, conflicts),
-            {what: whole_tensors(found) for what, found in placed.items()},
+            {what: {name: whole_tensor(parts) for name, parts in every.items()} for what, every in placed.items()},
             clipped=any(one.clipped for one in steps),
             computed=coarsest([precision_of(dtype_of(one.computed)) for one in steps if one.computed]),
             conflicts=conflicts,
         )
-
-    def _parts_of(self, rank: int, step: RankStep, what: str) -> dict[str, Part]:
-        parameters, lying = self.files[rank].header.parameters, step.lying if what == "gradients" else {}
-        found: Mapping[str, Sketch | None] = getattr(step, what)
-        return {name: Part(rank, lying.get(name, parameters[name].shard), one) for name, one in found.items()}
 
     def _data(self, number: int, steps: Sequence[RankStep]) -> tuple[tuple[str, ...] | None, dict[int, float]]:
         """Return all replicas' microbatches, and their reported losses."""

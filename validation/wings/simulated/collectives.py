@@ -1,7 +1,7 @@
 """Collectives: the k-th calls of all ranks in a communicator are one, with equal terms and a meaning."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -145,11 +145,7 @@ class CollectiveCall:
         return f"{self.name}({self.terms})"
 
 
-@dataclass
-class _Meeting:
-    """The ranks that have arrived at a collective, by their numbers in the communicator."""
-
-    calls: dict[int, tuple[CollectiveCall, SimulatedWork]] = field(default_factory=dict)
+_Meeting = dict[int, tuple[CollectiveCall, SimulatedWork]]  # who has arrived, by numbers in the communicator
 
 
 class Collectives:
@@ -166,23 +162,22 @@ class Collectives:
         on_stream = self._network.on_stream(communicator)
         number = communicator.calls[rank]
         communicator.calls[rank] += 1
-        meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
+        meeting = self._meetings.setdefault((communicator.number, number), {})
         self._compare(meeting, call, number, stack)
 
         def wait() -> Wait:
-            missing = [there for here, there in communicator.members.items() if here not in meeting.calls]
+            missing = [there for here, there in communicator.members.items() if here not in meeting]
             return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
 
         self._look(communicator, call, stack)
         work = SimulatedWork(scheduler, wait, stack, call.inputs, call.outputs, posted_as="called", on_stream=on_stream)
         work.communicator, work.holds_program = communicator, call.name == BARRIER  # for which NCCL's programs wait
         self._network.works.add(work)
-        meeting.calls[rank] = call, work
-        if len(meeting.calls) == communicator.size:
+        meeting[rank] = call, work
+        if len(meeting) == communicator.size:
             del self._meetings[communicator.number, number]
-            scheduler.offer(
-                min(work.name for _, work in meeting.calls.values()), unwatch(partial(self._happen, meeting))
-            )
+            first = min(work.name for _, work in meeting.values())
+            scheduler.offer(first, unwatch(partial(self._happen, meeting)))
         scheduler.pause()
         return work
 
@@ -200,9 +195,9 @@ class Collectives:
         self._network.works.claims(call.outputs, stack)
 
     def _compare(self, meeting: _Meeting, call: CollectiveCall, number: int, stack: Stack) -> None:
-        if not meeting.calls:
+        if not meeting:
             return
-        other, work = next(iter(meeting.calls.values()))  # the first to arrive
+        other, work = next(iter(meeting.values()))  # the first to arrive
         if other.text != call.text:
             own = self._network.scheduler.running
             said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
@@ -210,7 +205,7 @@ class Collectives:
             self._network.scheduler.tell(race("desynchronised", own, said, **lines))
 
     def _happen(self, meeting: _Meeting) -> None:
-        calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
+        calls = [meeting[rank] for rank in sorted(meeting)]
         for _, work in calls:
             self._network.reads(work)
         first, _ = calls[0]

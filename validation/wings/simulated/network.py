@@ -138,7 +138,9 @@ class Network:
         ends = self._ends[self._way(end)]
         theirs, own = (ends.receives, ends.sends) if end.sends else (ends.sends, ends.receives)
         if theirs:
-            self._meet(end, theirs.popleft())
+            end.other = theirs.popleft()
+            end.other.other = end
+            self._offer(end)
         else:
             own.append(end)
         self._offer_to_any(end)
@@ -173,10 +175,6 @@ class Network:
     def _way(self, end: End) -> Way:
         sender, receiver = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
         return (end.communicator.number, sender, receiver, *((end.tag,) if self.rules.by_name else ()))
-
-    def _meet(self, one: End, other: End) -> None:
-        one.other, other.other = other, one
-        self._offer(one)
 
     def _offer(self, end: End) -> None:
         """Offer a message once both ends are first in their queues."""
@@ -229,15 +227,19 @@ class Network:
             self.reads(send.work)
         for event in (receive.work.posted, send.work.moved, send.freed, receive.freed):
             self.scheduler.history.note_need(event)
-        if fault := _mismatch(send, receive):
-            found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
-            send.work.error = receive.work.error = found
-        came = () if fault else send.held.contents
+        came, sent, expected = send.held.contents, send.held.before, receive.held.before
+        if not fit(sent, expected):
+            said = f"rank {send.work.rank} sent {describe(sent)}, "
+            said += f"and rank {receive.work.rank} received it as {describe(expected)}"
+            found = race("mismatched", receive.work.rank, said, sent=send.work.stack, received=receive.work.stack)
+            came, send.work.error, receive.work.error = (), found, found
         receive.work.source = send.rank
         if not send.work.over:
             self._end_by_room(send)
-        at_s = self._arrival_s(send, receive)
-        if not send.work.over:
+        if send.work.over:  # it was buffered
+            at_s = max(send.work.done_s + self.latency_s, receive.work.posted_s, receive.freed_s)
+        else:
+            at_s = max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
             send.work.end(at_s=at_s)
         receive.work.end(came, at_s=at_s)
         if send.place is not None:
@@ -261,12 +263,6 @@ class Network:
         if self._unreceived[channel]:
             self._offer(self._unreceived[channel][0])
 
-    def _arrival_s(self, send: End, receive: End) -> float:
-        """Return a message's arrival time: a delay after both ends, or after a buffered send."""
-        if send.work.over:
-            return max(send.work.done_s + self.latency_s, receive.work.posted_s, receive.freed_s)
-        return max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
-
     def _dequeue(self, end: End, at_s: float) -> None:
         if (way := self._queue(end)) is None:
             return
@@ -281,15 +277,6 @@ class Network:
                 self._offer(following)
                 if following.sends:
                     self._keep(self._way(following))
-
-
-def _mismatch(send: End, receive: End) -> str:
-    """Describe how two matched ends differ; empty if equal."""
-    sent, expected = send.held.before, receive.held.before
-    if fit(sent, expected):
-        return ""
-    received = f"rank {receive.work.rank} received it as {describe(expected)}"
-    return f"rank {send.work.rank} sent {describe(sent)}, and {received}"
 
 
 class _waiting:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
@@ -18,7 +18,7 @@ from pipeproof.core.observe.posted_messages import progress
 from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline.transports import RULES
 from pipeproof.pipeline.waiting import current
-from pipeproof.wings.simulated.engine.adversaries import Adversary, Fair
+from pipeproof.wings.simulated.engine.adversaries import Fair
 from pipeproof.wings.simulated.engine.clock import Clock, goes_by, virtual_time
 from pipeproof.wings.simulated.engine.events import History
 from pipeproof.wings.simulated.engine.exploration import Course
@@ -148,8 +148,10 @@ class _SimulatedRun:
         self._may_end = False
         self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
         self._history = History(kept=order.manner.noted or isinstance(order.manner.interleaving, Guide))
-        adversary = self._adversary = _adversary(order, self._history)
-        self._scheduler = Scheduler(self._seats, adversary, stuck=unwatch(self._note_stuck), history=self._history)
+        by = order.manner.interleaving
+        self._adversary = Guided(by, self._history) if isinstance(by, Guide) else Fair(by, order.ranks)
+        stuck = unwatch(self._note_stuck)
+        self._scheduler = Scheduler(self._seats, self._adversary, stuck=stuck, history=self._history)
         self._network = Network(
             self._scheduler,
             RULES[order.manner.transport],
@@ -163,7 +165,7 @@ class _SimulatedRun:
         order, store, network = self._order, SharedStore(self._scheduler), self._network
         with ExitStack() as opened:
             opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
-            opened.enter_context(one_profiler(_refuse_profiler))
+            opened.enter_context(one_profiler())
             job = partial(_check, self._modules, order.job)
             threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):
@@ -228,16 +230,6 @@ def _as_refused(reports: Sequence[RankReport], threads: Sequence[Rank]) -> tuple
     refused = f"{NotSimulated.__name__}: {refusal}"
     found[rank] = replace(found[rank], ending=Ending.RAISED, message=refused, at_s=-1.0, payload=b"")
     return tuple(found)
-
-
-def _refuse_profiler() -> NoReturn:
-    raise NotSimulated("torch.profiler of two ranks at once")
-
-
-def _adversary(order: RunOrder, history: History) -> Adversary:
-    if isinstance(order.manner.interleaving, Guide):
-        return Guided(order.manner.interleaving, history)
-    return Fair(order.manner.interleaving, order.ranks)
 
 
 @dataclass(frozen=True)

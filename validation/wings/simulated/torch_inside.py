@@ -8,11 +8,12 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from threading import Thread, current_thread
 from types import SimpleNamespace
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch.utils import checkpoint
 from pipeproof.core.observe import posted_messages
 from pipeproof.core.observe.per_rank_globals import belongs_to_rank, once_imported
 from pipeproof.pipeline import waiting
+from pipeproof.wings.simulated.engine.scheduler import NotSimulated
 
 _NAMES = {  # fields in torch.distributed's record of groups
     "default_pg": None,
@@ -115,74 +117,54 @@ def standing_in(
     functions, by name. ``batch`` gets the number of messages in a batched call beforehand. Groups are registered for
     each thread separately.
     """
-    changed = (*groups, "is_nccl_available", "_get_default_timeout", _BATCH, _RECORDS)
-    kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
-    kept += [(dist, _GLOO, getattr(dist, _GLOO)), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
-    kept += [(profiler._KinetoProfile, _PROFILED, vars(profiler._KinetoProfile)[_PROFILED])]
+    checked, plugins = getattr(c10d, _BATCH), c10d.Backend._plugins
     mesh: Any = device_mesh.DeviceMesh
-    kept += [(mesh, "__init__", mesh.__init__)]
-    kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
-    for name, group in groups.items():
-        setattr(c10d, name, group)
-    plugins: dict[str, Any] = c10d.Backend._plugins
-    known = dict(plugins)
-    plugins |= _making(groups, known)
-    checked = getattr(c10d, _BATCH)
 
     def note_operations(operations: list[Any]) -> None:
         checked(operations)
         batch(len(operations))
 
-    setattr(c10d, _BATCH, note_operations)
-    mesh.__init__ = _mesh_of_a_rank(mesh.__init__)
-    c10d.is_nccl_available = lambda: True
-    setattr(profiler._KinetoProfile, _PROFILED, lambda _: None)
-    setattr(c10d, _RECORDS, lambda *_, **__: None)
-    c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
-    setattr(dist, _GLOO, bare)
-    setattr(c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name})
-    for name, message in messages.items():
-        setattr(dist.ProcessGroup, name, message)
+    changes: list[tuple[Any, str, Any]] = [
+        *((c10d, name, group) for name, group in groups.items()),
+        (c10d, _BATCH, note_operations),
+        (c10d, _RECORDS, lambda *_, **__: None),
+        (c10d, "is_nccl_available", lambda: True),
+        (c10d, "_get_default_timeout", lambda backend: c10d.default_pg_timeout),
+        (c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name}),
+        (profiler._KinetoProfile, _PROFILED, lambda _: None),
+        (mesh, "__init__", _mesh_of_a_rank(mesh.__init__)),
+        (dist, _GLOO, bare),
+        *((dist.ProcessGroup, name, message) for name, message in messages.items()),
+    ]
     isolated: Any = torch._C._distributed_c10d  # the stubs leave this out
-    isolated._set_thread_isolation_mode(True)
-    try:
+    with ExitStack() as stack:
+        for holder, name, value in changes:
+            stack.enter_context(mock.patch.object(holder, name, value, create=True))
+        stack.enter_context(mock.patch.dict(plugins, _making(groups, plugins)))
+        stack.callback(_forget_meshes)
+        isolated._set_thread_isolation_mode(True)
+        stack.callback(isolated._set_thread_isolation_mode, False)
         yield
-    finally:
-        isolated._set_thread_isolation_mode(False)
-        _forget_meshes()
-        plugins.clear()
-        plugins |= known
-        for holder, name, value in kept:
-            if value is None:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, value)
 
 
 @contextmanager
-def one_profiler(refuse: Callable[[], NoReturn]) -> Iterator[None]:
-    """While open, call ``refuse`` when a second thread starts a profiler, which would crash torch."""
-    kept = {name: vars(profilers)[name] for name in (*_BEGIN, _END)}
-    owner: list[Thread] = []
+def one_profiler() -> Iterator[None]:
+    """While open, refuse a second thread that starts a profiler, which would crash torch."""
+    end, owner = vars(profilers)[_END], list[Thread]()
 
     def begins(begin: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if owner and owner[0] is not current_thread():
-            refuse()
+            raise NotSimulated("torch.profiler of two ranks at once")
         owner[:] = [current_thread()]
         return begin(*given, **named)
 
     def ends(*given: Any) -> Any:
         owner.clear()
-        return kept[_END](*given)
+        return end(*given)
 
-    try:
-        for name in _BEGIN:
-            setattr(profilers, name, partial(begins, kept[name]))
-        setattr(profilers, _END, ends)
+    changes: dict[str, Any] = {_END: ends, **{name: partial(begins, vars(profilers)[name]) for name in _BEGIN}}
+    with mock.patch.multiple(profilers, **changes):
         yield
-    finally:
-        for name, function in kept.items():
-            setattr(profilers, name, function)
 
 
 def _forget_meshes() -> None:

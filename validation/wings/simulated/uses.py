@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeproof.core.observe.stack import own_stack
-from pipeproof.wings.simulated.buffers import Version, is_within, overlap, versions
+from pipeproof.wings.simulated.buffers import is_within, overlap, versions
 from pipeproof.wings.simulated.network import Network
 from pipeproof.wings.simulated.torch_inside import has_memory, places_of
 from pipeproof.wings.simulated.work import SimulatedWork, read_early
@@ -45,15 +45,12 @@ class Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        concerned = self._works_of(func, args, named)
-        return self._watch(concerned, func, args, named) if concerned else func(*args, **named)
-
-    def _works_of(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Works:
-        """Return unfinished works on arguments' memory. Most calls concern none, so this check comes first."""
+        # Most calls concern no unfinished work on arguments' memory, so this check comes first.
         if _name(func) == "__get__" or not (unmet := self._network.works.unmet(self._rank)):
-            return ()
+            return func(*args, **named)
         places = {place for tensor in tensors_in(args, named) for place in places_of(tensor)}
-        return [work for work in unmet if not places.isdisjoint(work.places)]
+        concerned = [work for work in unmet if not places.isdisjoint(work.places)]
+        return self._watch(concerned, func, args, named) if concerned else func(*args, **named)
 
     def _watch(self, concerned: Works, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Call a function on buffers in flight; record the first writer."""
@@ -67,7 +64,10 @@ class Uses(TorchFunctionMode):
                 if any(overlap(tensor, one) for one in work.expected) and _is_read(name, result, tensor):
                     self._network.scheduler.tell(read_early(work, own_stack()))
         for work, then, disturbed in unmet:
-            work.rewritten |= _rewrites(taken, work.expected, then)
+            # A new shape alone is no write, and a write to a larger tensor may concern another part.
+            pairs = zip(work.expected, then, versions(work.expected), strict=True)
+            changed = [one for one, was, now in pairs if now[0] != was[0] and now[1:] == was[1:]]
+            work.rewritten |= any(is_within(other, one) for one in changed for other in taken)
             if not disturbed and work.disturbed:
                 work.note_write(own_stack())
         return result
@@ -88,16 +88,6 @@ def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Tens
     elif name == "__setitem__":
         args = args[1:]
     return tensors_in(args, named)
-
-
-def _rewrites(taken: Sequence[Tensor], expected: Sequence[Tensor], before: Sequence[Version]) -> bool:
-    """True if a function wrote to an unread receive buffer; a new shape alone is no write.
-
-    A write to a larger tensor may concern another part.
-    """
-    pairs = zip(expected, before, versions(expected), strict=True)
-    changed = [one for one, then, now in pairs if now[0] != then[0] and now[1:] == then[1:]]
-    return any(is_within(other, one) for one in changed for other in taken)
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:

@@ -161,16 +161,13 @@ class Catalogue:
             (kind not in KINDS, f"specimen {name!r} has the fault {kind!r}: {list_known(kind, list(KINDS))}"),
             (bool(strange), f"specimen {name!r} has the classes {', '.join(strange)}: known are {', '.join(CLASSES)}"),
         )
-        return next((reason for wrong, reason in reasons if wrong), "") or _unfit(specimen)
-
-
-def _unfit(specimen: Specimen) -> str:
-    """Say why its smallest case cannot show it; empty if it can."""
-    try:
-        why = specimen.needs.missing(Case.parse(specimen.smallest))
-    except (CaseError, ScheduleError) as error:
-        why = _one_line(error)
-    return f"no smallest case has what specimen {specimen.name!r} needs: {why}" if why else ""
+        if wrong := next((reason for wrong, reason in reasons if wrong), ""):
+            return wrong
+        try:
+            why = specimen.needs.missing(Case.parse(specimen.smallest))
+        except (CaseError, ScheduleError) as error:
+            why = _one_line(error)
+        return f"no smallest case has what specimen {name!r} needs: {why}" if why else ""
 
 
 def _one_line(error: BaseException) -> str:

@@ -20,7 +20,6 @@ from pipeproof.wings.specimens.catalogue import (
 )
 from pipeproof.wings.specimens.mixed import MIXED
 from pipeproof.wings.specimens.mixed_check import try_mixed
-from pipeproof.wings.specimens.specimen import Specimen
 from pipeproof.wings.specimens.trial import Trial, case_for, search, smallest_of, try_out
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World
@@ -44,16 +43,13 @@ def tries_on(
     for schedule, name in product(schedules or [""], list(names)):
         one = fault(name)
         case = replace(case_for(one, schedule) if schedule else smallest_of(one), device=device)
-        for over in _transports(one, transport) if simulated else (None,):
+        own = (transport,) if transport is not None else one.needs.transports or (Transport.UNLIMITED,)
+        for over in own if simulated else (None,):
             if why := one.missing(case, over):
                 left_out[name, case.schedule] = why
             else:
                 tries.append((case, over))
     return tries, left_out
-
-
-def _transports(one: Specimen, transport: Transport | None) -> Sequence[Transport]:
-    return (transport,) if transport is not None else one.needs.transports or (Transport.UNLIMITED,)
 
 
 Run = tuple[str, Callable[[World], Trial]]  # the progress message, and the run

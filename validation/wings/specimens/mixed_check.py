@@ -15,7 +15,7 @@ from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.wings.specimens.mixed import RANKS, MixedCase, MixedFault
 from pipeproof.wings.specimens.mixed_step import MixedPrecision, MixedStep, loss_fn, microbatches_of
-from pipeproof.wings.specimens.trial import Named, Trial, is_located
+from pipeproof.wings.specimens.trial import Trial, compare_names
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -33,20 +33,13 @@ def try_mixed(fault: MixedFault, world: World) -> Trial:
 
 
 def run_mixed(fault: MixedFault, verdict: Verdict) -> Trial:
-    """Try a fault: is it caught, correctly named, and located?"""
+    """Try a fault: is it caught, correctly named, and located? One on all ranks is to be reported on all."""
     laws = tuple(law.name for law in verdict.laws if law.outcome == "fail")
-    found = verdict.causes[0] if verdict.causes else None
-    right = found is not None and found.kind == fault.fault.kind
-    place = found is not None and right and is_located(fault.cause, found) and _everywhere(fault, verdict)
-    named = Named(None if found is None else found.kind, right, place, verdict.seconds)
+    ranks = [cause.rank for cause in verdict.causes]
+    everywhere = ranks[:1] == [None] or {*ranks} == set(range(RANKS)) if fault.fault.rank is None else len(ranks) == 1
+    named = compare_names(fault.cause, verdict)
+    named = replace(named, located=named.located and everywhere, seconds=verdict.seconds)
     return Trial(fault.name, fault.smallest, fault.fault.law, fault.fault.kind, laws, named, None, verdict.seconds)
-
-
-def _everywhere(fault: MixedFault, verdict: Verdict) -> bool:
-    """True if a fault on all ranks is reported on all."""
-    if fault.fault.rank is not None:
-        return len(verdict.causes) == 1
-    return verdict.causes[0].rank is None or {cause.rank for cause in verdict.causes} == set(range(RANKS))
 
 
 def _check_rank(context: RankContext, case: MixedCase) -> Verdict:

@@ -95,9 +95,9 @@ def on_gradients(change: Edit, place: StageAt | None = None, *, clipped: bool = 
 
 def on_work(
     *,
-    reduce: Callable[[Parts], None] = lambda parts: parts.gradients.reduce_tied(),
+    reduce: Callable[[Parts], object] = lambda parts: parts.gradients.reduce_tied(),
     squares: Callable[[list[float], Parts], list[float]] = pass_on,
-    scale: Callable[[float, Parts], None] = lambda factor, parts: parts.gradients.scale(factor),
+    scale: Callable[[float, Parts], object] = lambda factor, parts: parts.gradients.scale(factor),
 ) -> Plant:
     """Change the work on gradients: how tied ones are summed, the squares that make the norm, how they are clipped."""
 

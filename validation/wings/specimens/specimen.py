@@ -82,8 +82,7 @@ class Fault:
         )
 
     def _parameter(self, case: Case, stage: int) -> str:
-        model = model_for(case)
-        names = (name for name, owner in owners(model, case.split).items() if owner == stage)
+        names = (name for name, owner in owners(model_for(case), case.split).items() if owner == stage)
         return next(name for name in names if re.search(self.parameter, name))
 
 
@@ -131,7 +130,7 @@ class Needs:
             (case.stages < self.stages, f"{self.stages} stages"),
             (min(case.split) < self.layers, f"{self.layers} layers a stage"),
             (case.model not in (self.models or MODELS), f"a model out of {', '.join(self.models)}"),
-            (not _occurs_in(self.plan, case.plan), f"a plan with {'+'.join(self.plan)}"),
+            (not occurs_in(self.plan, case.plan), f"a plan with {'+'.join(self.plan)}"),
             (case.loss != (self.loss or case.loss), f"loss={self.loss}"),
             (self.ragged and not case.ragged, "ragged"),
             (self.unequal and not case.unequal, "unequal"),
@@ -236,7 +235,7 @@ def split_microbatches(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return tuple(m for s, kind, m in row if s == stage and kind is Kind.BACKWARD_WEIGHT)
 
 
-def _occurs_in(some: Sequence[str], plan: Sequence[str]) -> bool:
+def occurs_in(some: Sequence[str], plan: Sequence[str]) -> bool:
     """True if ``some`` occur in ``plan`` in their order."""
     rest = iter(plan)
     return all(operation in rest for operation in some)

@@ -3,11 +3,11 @@
 Nothing here knows how a fault is found: a case with a specimen is judged and diagnosed like any other.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import pass_on
@@ -111,13 +111,12 @@ def search(case: Case, world: World, *, record: bool = True) -> Trial:
     return replace(trial, seconds=seconds, transport=by.transport.value, seed=str(by.first))
 
 
-def compare_names(specimen: Specimen, case: Case, verdict: Verdict, *, alike: bool, seconds: float) -> Named:
-    """Compare ``verdict`` with the planted fault. ``alike``: accept kinds equal in final gradients."""
-    planted, found = specimen.cause(case), verdict.causes[0] if verdict.causes else None
-    kinds = (planted.kind, *(specimen.fault.alike if alike else ()))
+def compare_names(planted: Cause, verdict: Verdict, *, alike: Sequence[str] = (), since: float | None = None) -> Named:
+    """Compare ``verdict`` with the planted fault. ``alike``: other kinds that are right. ``since``: when it began."""
+    found, seconds = verdict.causes[0] if verdict.causes else None, 0.0 if since is None else perf_counter() - since
     if found is None:
         return Named(None, False, False, seconds)
-    right = found.kind in kinds
+    right = found.kind in (planted.kind, *alike)
     return Named(found.kind, right, right and is_located(planted, found), seconds)
 
 
@@ -127,39 +126,27 @@ def is_located(planted: Cause, found: Cause) -> bool:
     return all(getattr(planted, field) in (None, (), getattr(found, field)) for field in fields)
 
 
-_Outcome = tuple[tuple[str, ...], Named | None, Named | None]
-
-
-def _outcome(specimen: Specimen, case: Case, world: World, *, record: bool) -> _Outcome:
+def _outcome(
+    specimen: Specimen, case: Case, world: World, *, record: bool
+) -> tuple[tuple[str, ...], Named | None, Named | None]:
     """Return the failed laws, and the diagnoses."""
+    planted = specimen.cause(case)
     if specimen.reorder is not pass_on:
         broken = tuple(violations(specimen.reorder(lower(case.built))))
         laws = tuple(dict.fromkeys(violation.law for violation in broken))
-        found = (
-            compare_names(specimen, case, refusal_verdict(case, broken), alike=False, seconds=0.0) if broken else None
-        )
-        return laws, found, None
+        return laws, compare_names(planted, refusal_verdict(case, broken)) if broken else None, None
     try:
         observed = observe(case, world)
     except RankFailed as failure:
         verdict = crash_verdict(case, failure)
-        found = compare_names(specimen, case, verdict, alike=False, seconds=0.0)
-        return tuple(cause.kind for cause in verdict.causes), found, None
+        return tuple(cause.kind for cause in verdict.causes), compare_names(planted, verdict), None
     verdict = judge(case, observed)
     laws = tuple(law.name for law in verdict.laws if law.outcome == "fail")
     if verdict.outcome != "fail":
         return laws, None, None
-    recorded = _try_recorded(specimen, case, world, observed, verdict) if record else None
-    return laws, recorded, _final(specimen, case, observed, verdict)
-
-
-def _try_recorded(specimen: Specimen, case: Case, world: World, observed: Observed, verdict: Verdict) -> Named:
-    began = perf_counter()
-    found = explain_case(case, world, observed, verdict)
-    return compare_names(specimen, case, found, alike=False, seconds=perf_counter() - began)
-
-
-def _final(specimen: Specimen, case: Case, observed: Observed, verdict: Verdict) -> Named:
-    began = perf_counter()
-    found = diagnose(case, observed.final(), verdict)
-    return compare_names(specimen, case, found, alike=True, seconds=perf_counter() - began)
+    recorded, began = None, perf_counter()
+    if record:
+        recorded = compare_names(planted, explain_case(case, world, observed, verdict), since=began)
+        began = perf_counter()
+    final = diagnose(case, observed.final(), verdict)
+    return laws, recorded, compare_names(planted, final, alike=specimen.fault.alike, since=began)

@@ -146,14 +146,14 @@ def unseen(verdict: Verdict) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("place", "laws"),
     [
-        ("core.observe.watched.sketch", WATCHED),
-        ("core.observe.watched.own_stack", WATCHED),
+        ("core.observe.watching.sketch", WATCHED),
+        ("core.observe.watching.own_stack", WATCHED),
         ("core.observe.watching.is_inside_a_backward", WATCHED),
         ("core.observe.watching.Flows.note_made", WATCHED),
         ("core.observe.watching.whole_here", WATCHED),
         ("core.observe.watching.backward_stack", WATCHED),
         ("core.observe.watching.trains", WATCHED),
-        ("core.observe.calls.WrittenView.of", WATCHED),
+        ("core.observe.calls._read_behind", WATCHED),
         ("core.observe.watching._has_gradient", ()),
         ("core.observe.initial_weights.digest", ("initial-weights",)),
         ("core.observe.posted_messages._message", ()),
@@ -168,14 +168,16 @@ def test_an_exception_in_an_observer_leaves_the_step_as_it_is(
 
 
 def test_where_it_is_not_known_what_gradients_are_added_to_nothing_is_judged(whitebox_here: WhiteBox) -> None:
-    verdict = validated(whitebox_here, partial(with_planted, place="core.observe.initial_weights._copy_left"))
+    verdict = validated(
+        whitebox_here, partial(with_planted, place="core.observe.initial_weights.FirstUse._look_at_sum")
+    )
     assert verdict.outcome == "unknown"
     golden(verdict.headline)
 
 
 @pytest.mark.parametrize(
     "place",
-    ["core.observe.watched.sketch", "core.observe.watching.whole_here", "core.observe.own_losses._note"],
+    ["core.observe.watching.sketch", "core.observe.watching.whole_here", "core.observe.own_losses._note"],
 )
 def test_a_stage_that_was_not_seen_is_not_run_again(whitebox_here: WhiteBox, place: str) -> None:
     step = partial(with_planted_alone, place=place)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipeproof.core.observe.own_losses import OwnLoss
+from pipeproof.core.observe.own_losses import OwnLoss, OwnLosses
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.step_check import check_step
@@ -205,40 +206,46 @@ class Heading(Balanced):
         self.head = nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_a_loss_of_the_head_explains_no_loss_that_comes_to_other_weights(balanced: bool) -> None:
-    torch.manual_seed(0)
-    stages = [Layer(), Heading()]
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return MSE(stages[1].head(output), target)
-
+def of_two(stages: Sequence[Any], loss_fn: Any, back: Callable[[Tensor, Tensor, Tensor], Any]) -> Verdict:
+    """Of a step of two stages: ``back`` goes back through the last, with what it was given and gave, and the target."""
     with check_step(dict(enumerate(stages)), DATA, against=StageByStage(loss_fn), rename="{}.{}".format) as check:
         for x, target in DATA:
             gave = stages[0](x)
             given = gave.detach().requires_grad_()
-            (loss_fn(stages[1](given), target) * PART + (stages[1].balance if balanced else 0.0)).backward()
+            back(given, stages[1](given), target)
             gave.backward(given.grad)
         check.gradients()
-    assert check.verdict.outcome == ("unknown" if balanced else "pass"), str(check.verdict)
+    return check.verdict
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_loss_of_the_head_explains_no_loss_that_comes_to_other_weights(balanced: bool) -> None:
+    torch.manual_seed(0)
+    last = Heading()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(last.head(output), target)
+
+    def back(given: Tensor, output: Tensor, target: Tensor) -> None:
+        (loss_fn(output, target) * PART + (last.balance if balanced else 0.0)).backward()
+
+    verdict = of_two([Layer(), last], loss_fn, back)
+    assert verdict.outcome == ("unknown" if balanced else "pass"), str(verdict)
 
 
 @pytest.mark.parametrize(("creates", "found"), [(False, "pass"), (True, "unknown")])
 def test_a_gradient_that_is_asked_for_first_is_no_backward_of_the_stage(creates: bool, found: str) -> None:
     """As for a map of what matters, or for a loss that punishes it: it is added to no weight's."""
     torch.manual_seed(0)
-    stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
-        for x, target in DATA:
-            gave = stages[0](x)
-            given = gave.detach().requires_grad_()
-            loss = MSE(output := stages[1](given), target) * PART
-            of = output.sum() if creates else loss
-            (flow,) = torch.autograd.grad(of, given, retain_graph=True, create_graph=creates)
-            (loss + flow.square().mean() if creates else loss).backward()
-            gave.backward(given.grad)
-        check.gradients()
-    assert check.verdict.outcome == found, str(check.verdict)
+
+    def back(given: Tensor, output: Tensor, target: Tensor) -> None:
+        loss = MSE(output, target) * PART
+        of = output.sum() if creates else loss
+        (flow,) = torch.autograd.grad(of, given, retain_graph=True, create_graph=creates)
+        (loss + flow.square().mean() if creates else loss).backward()
+
+    verdict = of_two([Layer(), Layer()], MSE, back)
+    assert verdict.outcome == found, str(verdict)
 
 
 def both(output: Tensor, target: Tensor) -> Tensor:
@@ -248,18 +255,14 @@ def both(output: Tensor, target: Tensor) -> Tensor:
 def test_gradients_of_what_it_gave_that_are_weighed_first_do_not_flow() -> None:
     """As where a step has several tasks, and looks at the gradient of each."""
     torch.manual_seed(0)
-    stages = [Layer(), Layer()]
-    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(both), rename="{}.{}".format) as check:
-        for x, target in DATA:
-            gave = stages[0](x)
-            given = gave.detach().requires_grad_()
-            output = stages[1](given)
-            losses = MSE(output, target) * PART, output.abs().mean() * PART
-            first, second = (torch.autograd.grad(one, output)[0] for one in losses)
-            output.backward(first + second)
-            gave.backward(given.grad)
-        check.gradients()
-    assert check.verdict.outcome == "pass", str(check.verdict)
+
+    def back(given: Tensor, output: Tensor, target: Tensor) -> None:
+        losses = MSE(output, target) * PART, output.abs().mean() * PART
+        first, second = (torch.autograd.grad(one, output)[0] for one in losses)
+        output.backward(first + second)
+
+    verdict = of_two([Layer(), Layer()], both, back)
+    assert verdict.outcome == "pass", str(verdict)
 
 
 def slope(layer: nn.Module, x: Tensor) -> Tensor:
@@ -331,6 +334,17 @@ def test_backwards_by_several_outputs_are_one() -> None:
     assert check.verdict.outcome == "unknown", "nobody told of that loss, and all the rest is right"
     assert Reason.WIRING in check.verdict.law("boundaries").reasons
     assert check.verdict.law("boundaries").left_out == (place_of((1, 1)),)
+
+
+def test_an_error_before_owners_are_known_concerns_all() -> None:
+    layer, every = nn.Linear(2, 2), [OwnLosses(lambda module: 0) for _ in range(3)]
+    for one in every:
+        one.watch(layer)
+    with mock.patch("pipeproof.core.observe.own_losses._edges", side_effect=RuntimeError("planted")):
+        layer(torch.ones(1, 2)).sum().backward()
+    for one in every:
+        one.close()
+    assert ["planted" in one.fence.broken for one in every] == [True] * 3
 
 
 ENGINE: Any = torch.autograd.Variable

@@ -125,40 +125,36 @@ def test_a_sum_that_was_not_formed_is_put_together() -> None:
     golden(find_untiled(parts[:1]))
 
 
-def test_another_reduction_than_a_sum_is_refused() -> None:
-    with pytest.raises(ShardError, match=r"expected Partial\(sum\), or reduce it over its mesh first"):
-        placed((4,), (Placement(partial=True, reduce_op="max"),), (0,))
-
-
 def test_parts_of_two_replicas_are_one_part() -> None:
     one, two = (Shard(((0, 2),), (4,), peers=peers) for peers in ((0, 1), (2, 3)))
     assert one == two
     assert find_untiled([one, two, Shard(((2, 4),), (4,), peers=(0, 1))]) == ""
 
 
-def test_a_placement_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ShardError, match="expected Shard or Replicate"):
-        placed((4,), (Placement(0),), (0,))
+MAX = Placement(partial=True, reduce_op="max")
+CUTS = r"cuts \d parts, and later axes of its mesh make \d"
 
 
 @pytest.mark.parametrize(
-    "placements", [(Strided(0, 4), Split(0)), (Split(0), Strided(0, 2)), (Strided(0, 2), Strided(0, 2))]
+    ("placements", "sentence"),
+    [
+        ((MAX,), r"expected Partial\(sum\), or reduce it over its mesh first"),
+        ((Placement(0),), "expected Shard or Replicate"),
+        *(((one, other), CUTS) for one, other in [(Strided(0, 4), Split(0)), (Split(0), Strided(0, 2))]),
+        ((Strided(0, 2), Strided(0, 2)), CUTS),
+    ],
 )
-def test_a_strided_part_of_other_axes_than_those_after_it_is_refused(placements: tuple[Any, ...]) -> None:
-    with pytest.raises(ShardError, match=r"cuts \d parts, and later axes of its mesh make \d"):
-        placed((8,), placements, (0, 0))
-
-
-def test_an_index_and_a_part() -> None:
-    assert shard_at(slice(2, 4), torch.ones(2, 3)).bounds == ((2, 4), (0, 3))
-    assert shard_at((slice(0, 2), slice(1, 2)), torch.ones(2, 1)).bounds == ((0, 2), (1, 2))
-    assert str(shard_at((slice(0, 2), slice(1, 2)), None)) == "[0:2, 1:2]"
+def test_a_placement_that_is_not_covered_is_refused(placements: tuple[Any, ...], sentence: str) -> None:
+    with pytest.raises(ShardError, match=sentence):
+        placed((8,), placements, (0,) * len(placements))
 
 
 @pytest.mark.parametrize(
     ("index", "told"),
     [
         (slice(None), "[0:2, 0:3]"),
+        (slice(2, 4), "[2:4, 0:3]"),
+        ((slice(0, 2), slice(1, 4)), "[0:2, 1:4]"),
         (slice(4, None), "[4:6, 0:3]"),
         (slice(None, 2), "[0:2, 0:3]"),
         ((slice(None), slice(3, None)), "[0:2, 3:6]"),
@@ -170,6 +166,7 @@ def test_an_index_says_where_a_part_lies(index: Any, told: str) -> None:
     shard, whole = shard_at(index, torch.zeros(2, 3)), torch.arange(36.0).view(6, 6)
     assert str(shard) == told
     assert (shard.lengths, shard.count, shard.of(whole).shape) == ((2, 3), 6, (2, 3))
+    assert str(shard_at((slice(0, 2), slice(1, 2)), None)) == "[0:2, 1:2]"
 
 
 def test_pieces_are_put_together_with_those_of_others() -> None:
@@ -342,38 +339,30 @@ def exchanged(made: Made) -> Made:
     return made | {mine: replace(made[mine], part=every[1 - dist.get_rank()])}
 
 
-def test_flat_shards_in_each_other_s_place(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, change=exchanged)
-    assert {(cause.kind, cause.parameter) for cause in verdict.causes} == {("misplaced", "1.weight")}, str(verdict)
+@pytest.mark.parametrize(("change", "ends"), [(shifted, "overlap"), (lambda made: made if dist.get_rank() else {}, "")])
+def test_flat_shards_that_make_no_whole(whitebox: WhiteBox, change: Callable[[Made], Made], ends: str) -> None:
+    verdict = judged(whitebox, change=change)
+    assert (verdict.outcome, verdict.law("shards").outcome) == ("fail", "fail"), str(verdict)
+    assert verdict.mismatches[0].observed_text.endswith(ends), str(verdict)
 
 
-def test_a_flat_shard_in_the_wrong_place(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, change=shifted)
-    assert verdict.law("shards").outcome == "fail"
-    assert verdict.mismatches[0].observed_text.endswith("overlap"), str(verdict)
+def begins_otherwise(model: Any) -> None:
+    model[0].weight.data.mul_(1.0 + dist.get_rank())
 
 
-def test_a_flat_shard_that_is_not_there(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, change=lambda made: made if dist.get_rank() else {})
-    assert verdict.outcome == "fail"
-    assert verdict.law("shards").outcome == "fail", str(verdict)
-
-
-@pytest.mark.sweep
-def test_a_replica_with_flat_shards_that_began_with_other_weights(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, begun=lambda model: model[0].weight.data.mul_(1.0 + dist.get_rank()))
-    assert verdict.law("initial-weights").outcome == "fail"
-    assert {(one.rank, one.parameter) for one in verdict.mismatches} == {(1, "0.weight")}
-
-
-@pytest.mark.sweep
-def test_flat_shards_that_were_not_reduced(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, over=None)
-    (cause,) = verdict.causes
-    assert (cause.kind, cause.stage) == ("not-reduced", 0), str(verdict)
-
-
-@pytest.mark.sweep
-def test_flat_shards_of_a_sum_in_place_of_a_mean(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, over=1)
-    assert [(cause.kind, cause.factor) for cause in verdict.causes] == [("scale", 2.0)], str(verdict)
+@pytest.mark.parametrize(
+    ("fault", "where", "fields", "found"),
+    [
+        ({"change": exchanged}, "causes", ("kind", "parameter"), ("misplaced", "1.weight")),
+        pytest.param({"over": None}, "causes", ("kind", "stage"), ("not-reduced", 0), marks=pytest.mark.sweep),
+        pytest.param({"over": 1}, "causes", ("kind", "factor"), ("scale", 2.0), marks=pytest.mark.sweep),
+        pytest.param(
+            {"begun": begins_otherwise}, "mismatches", ("rank", "parameter"), (1, "0.weight"), marks=pytest.mark.sweep
+        ),
+    ],
+)
+def test_flat_shards_with_wrong_content(
+    whitebox: WhiteBox, fault: dict[str, Any], where: str, fields: tuple[str, ...], found: tuple[Any, ...]
+) -> None:
+    verdict = judged(whitebox, **fault)
+    assert {tuple(getattr(one, name) for name in fields) for one in getattr(verdict, where)} == {found}, str(verdict)

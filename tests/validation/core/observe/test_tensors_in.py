@@ -46,28 +46,43 @@ class Private:
         return self.__hidden
 
 
-@pytest.mark.parametrize("made", [Output(h=HIDDEN), Several([HIDDEN]), Other(h=HIDDEN), Plain(HIDDEN), Slotted(HIDDEN)])
-def test_its_type_is_told(made: object) -> None:
-    assert hidden_in((3, [made])) == type(made).__name__
-
-
 def later() -> Any:
     hidden = HIDDEN * 2
     return lambda: hidden
 
 
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        (later(), "function"),
-        (Private(HIDDEN).get, "method"),
-        (partial(torch.sum, HIDDEN), "partial"),
-        ((one for one in (HIDDEN,)), "generator"),
-        (zip([HIDDEN], [1], strict=True), "zip"),
-        (map(torch.sum, [HIDDEN]), "map"),
-    ],
-)
-def test_what_will_give_it_is_told(made: object, told: str) -> None:
+def nested() -> Tensor:
+    return torch.nested.as_nested_tensor([HIDDEN, HIDDEN * 2], layout=torch.jagged)
+
+
+HIDING: list[tuple[object, str]] = [
+    *((made, type(made).__name__) for made in (Output(h=HIDDEN), Several([HIDDEN]), Other(h=HIDDEN), Plain(HIDDEN))),
+    *((made, type(made).__name__) for made in (Slotted(HIDDEN), Private(HIDDEN), Plain([Slotted({"h": HIDDEN})]))),
+    (Other(h=Plain(HIDDEN)), "Other"),
+    (later(), "function"),
+    (Private(HIDDEN).get, "method"),
+    (partial(torch.sum, HIDDEN), "partial"),
+    ((one for one in (HIDDEN,)), "generator"),
+    (zip([HIDDEN], [1], strict=True), "zip"),
+    (map(torch.sum, [HIDDEN]), "map"),
+    (nested(), "a nested Tensor"),
+    (torch.eye(2).to_sparse().requires_grad_(), "a sparse Tensor"),
+]
+OPEN: list[object] = [
+    HIDDEN,
+    {"h": [HIDDEN]},
+    Output(h=torch.ones(2)),
+    Slotted("x"),
+    torch.nn.Linear(2, 2),
+    torch.nn.Linear(2, 2).forward,
+    later,
+    zip([torch.ones(2)], [1], strict=True),
+    None,
+]  # what is seen, or wants no gradient
+
+
+@pytest.mark.parametrize(("made", "told"), [*HIDING, *((one, "") for one in OPEN)])
+def test_what_hides_tensors_is_told_by_its_type(made: object, told: str) -> None:
     assert hidden_in((3, [made])) == told
 
 
@@ -77,33 +92,10 @@ def test_an_iterator_gives_all_that_it_has_afterwards() -> None:
     assert len([*made]) == 2
 
 
-@pytest.mark.parametrize("made", [Private(HIDDEN), Plain([Slotted({"h": HIDDEN})]), Other(h=Plain(HIDDEN))])
-def test_it_is_told_of_what_is_deep_in_it(made: object) -> None:
-    assert hidden_in(made) == type(made).__name__
-
-
 def test_one_that_has_itself_in_it_is_looked_at_once() -> None:
     made = Plain(None)
     made.hidden = [made, "x"]
     assert not hidden_in(made)
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        HIDDEN,
-        {"h": [HIDDEN]},
-        Output(h=torch.ones(2)),
-        Slotted("x"),
-        torch.nn.Linear(2, 2),
-        torch.nn.Linear(2, 2).forward,
-        later,
-        zip([torch.ones(2)], [1], strict=True),
-        None,
-    ],
-)
-def test_what_is_seen_or_wants_no_gradient_is_not_hidden(made: object) -> None:
-    assert not hidden_in((3, [made]))
 
 
 class Told(nn.Module):
@@ -144,9 +136,3 @@ def test_what_a_module_keeps_of_what_it_was_given_is_no_other_input() -> None:
     assert [path for _, _, path in kept] == ["given"]
     stage(given)
     assert not hidden_inputs(kept, [given])
-
-
-def test_a_nested_tensor_is_no_sparse_one() -> None:
-    nested = torch.nested.as_nested_tensor([HIDDEN, HIDDEN * 2], layout=torch.jagged)
-    assert hidden_in([nested]) == "a nested Tensor"
-    assert hidden_in([torch.eye(2).to_sparse().requires_grad_()]) == "a sparse Tensor"

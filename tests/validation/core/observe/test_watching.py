@@ -217,6 +217,22 @@ def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> Non
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
 
 
+class Forked(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        made = super().forward(x)
+        return made, made * 2
+
+
+def test_backwards_count_once_without_inputs_that_want_gradients() -> None:
+    watcher, stage = Watcher(), Forked(WIDTH, WIDTH)
+    watcher.watch(stage)
+    outputs = stage(torch.ones(1, WIDTH))
+    for _ in range(2):
+        torch.autograd.backward(outputs, outputs, retain_graph=True)
+    (call,) = watcher.calls(stage) or []
+    assert (call.began, call.backwards, len(call.flowed)) == (0, [3, 6], 2)
+
+
 class Cut(nn.Module):
     """Its second layer's gradients are whole, and nothing comes to its first."""
 

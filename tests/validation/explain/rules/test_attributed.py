@@ -1,21 +1,17 @@
-"""What watched calls say of a factor: whether a backward ran more than once."""
+"""What watched calls and losses say of causes: whether a backward ran more than once, or another forward did."""
 
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.nn as nn
 
 from pipeproof import watch
+from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
-
-
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
 
 
 def first_again(model: Any, microbatches: list[Any], *, times: int = 2, factor: float = 1.0) -> Any:
@@ -52,9 +48,9 @@ def all_again(model: Any, microbatches: list[Any]) -> Any:
     ],
 )
 def test_backwards_that_ran_again_are_told_from_a_factor(
-    whitebox: WhiteBox, step: Any, kind: str, stage: int | None
+    whitebox_here: WhiteBox, step: Any, kind: str, stage: int | None
 ) -> None:
-    verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
     (cause,) = verdict.causes
     assert (cause.kind, cause.stage, cause.factor) == (kind, stage, 2.0)
     golden(cause.detail)
@@ -62,3 +58,42 @@ def test_backwards_that_ran_again_are_told_from_a_factor(
 
 def built() -> nn.Module:
     return blocks(seed=3)
+
+
+WIDTH = 8
+
+
+def build(*, normed: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH) if normed else nn.LayerNorm(WIDTH)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm)
+
+
+def other_step(model: Any, microbatches: list[Any], *, fault: str) -> Any:
+    losses = []
+    if fault == "evaluation":
+        model.eval()
+    for number, (x, target) in enumerate(microbatches):
+        wrong = fault == "input" or (fault == "one input" and number == 1)
+        losses.append(loss_fn(model(x.flip(1) if wrong else x), target))
+        (losses[-1] / len(microbatches)).backward()
+    return model, losses
+
+
+def judged(whitebox_here: WhiteBox, fault: str, *, normed: bool = False) -> Verdict:
+    reference = partial(build, normed=normed)
+    return whitebox_here.validate(
+        partial(other_step, fault=fault), reference=reference, microbatches=pairs(4), ranks=1, loss_fn=loss_fn
+    )
+
+
+def test_every_loss_is_another(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, "input")
+    assert [one.kind for one in verdict.causes] == ["computation"]
+    assert [one.kind for alternative in verdict.alternatives for one in alternative] == ["swapped-data"]
+
+
+def test_one_loss_or_another_mode_decides_nothing(whitebox_here: WhiteBox) -> None:
+    assert judged(whitebox_here, "one input").causes == ()
+    assert judged(whitebox_here, "evaluation", normed=True).causes == ()
+    assert judged(whitebox_here, "").outcome == "pass"

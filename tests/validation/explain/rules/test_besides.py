@@ -50,15 +50,6 @@ def told(whitebox: WhiteBox, **spoil: Spoil) -> Verdict:
     return verdict
 
 
-def kinds(verdict: Verdict) -> list[tuple[str, int | None, str | None]]:
-    return [(one.kind, one.stage, one.parameter) for one in verdict.causes[1:]]
-
-
-def test_a_backward_that_did_not_run_gives_all_that_is_wrong(whitebox_here: WhiteBox) -> None:
-    verdict = told(whitebox_here)
-    assert (kinds(verdict), verdict.undecided) == ([], ())
-
-
 def twice(stage: nn.Module) -> None:
     for parameter in stage.parameters():
         assert parameter.grad is not None
@@ -71,38 +62,38 @@ def zeroed(first: nn.Module, second: nn.Module) -> None:
     grad.zero_()
 
 
+def begun(first: nn.Module, second: nn.Module) -> None:
+    for parameter in second.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def noise(first: nn.Module, second: nn.Module) -> None:
+    draw = torch.Generator().manual_seed(5)
+    for parameter in second.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+
+
 @pytest.mark.parametrize(
-    ("after", "found"),
+    ("spoil", "found"),
     [
-        (lambda first, second: twice(second), ("scale", 1, None)),
-        (lambda first, second: twice(first), ("scale", 0, None)),
-        (zeroed, ("zero", 1, "2.0.weight")),
+        ({}, []),
+        ({"after": lambda first, second: twice(second)}, [("scale", 1, None)]),
+        ({"after": lambda first, second: twice(first)}, [("scale", 0, None)]),
+        ({"after": zeroed}, [("zero", 1, "2.0.weight")]),
+        ({"before": begun}, [("stale-gradient", 1, None)]),
+        ({"after": noise}, None),
     ],
-    ids=["the other stage twice", "the same stage twice", "a gradient of the other stage cleared"],
+    ids=["nothing", "the other stage twice", "the same stage twice", "one of the other cleared", "left over", "noise"],
 )
 def test_a_second_fault_in_gradients_is_named(
-    whitebox_here: WhiteBox, after: Spoil, found: tuple[str, int, str | None]
+    whitebox_here: WhiteBox, spoil: dict[str, Spoil], found: list[tuple[str, int, str | None]] | None
 ) -> None:
-    verdict = told(whitebox_here, after=after)
-    assert (kinds(verdict), verdict.undecided) == ([found], ())
-
-
-def test_a_second_fault_that_nothing_explains_is_open(whitebox_here: WhiteBox) -> None:
-    def noise(first: nn.Module, second: nn.Module) -> None:
-        draw = torch.Generator().manual_seed(5)
-        for parameter in second.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=draw)
-
-    verdict = told(whitebox_here, after=noise)
-    assert any(line.startswith("stage 1: ") for line in verdict.undecided), verdict
-
-
-def test_what_was_there_before_is_named_beside_a_backward_that_did_not_run(whitebox_here: WhiteBox) -> None:
-    def begun(first: nn.Module, second: nn.Module) -> None:
-        for parameter in second.parameters():
-            parameter.grad = torch.ones_like(parameter)
-
-    assert ("stale-gradient", 1, None) in kinds(told(whitebox_here, before=begun))
+    verdict = told(whitebox_here, **spoil)
+    if found is None:  # nothing explains it
+        assert any(line.startswith("stage 1: ") for line in verdict.undecided), verdict
+    else:
+        named = [(one.kind, one.stage, one.parameter) for one in verdict.causes[1:]]
+        assert (named, verdict.undecided) == (found, ())
 
 
 def replicated(model: nn.Sequential, microbatches: list[Any], *, but_for: str) -> Any:

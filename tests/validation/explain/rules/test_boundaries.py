@@ -4,7 +4,6 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-import pytest
 import torch.nn as nn
 
 from pipeproof import watch
@@ -16,12 +15,6 @@ from pipeproof.explain.divergence import Divergence
 from pipeproof.explain.rules.boundaries import causes_of
 from pipeproof.whitebox import WhiteBox
 from tests.support.steps import blocks, loss_fn, pairs
-
-
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
 
 
 def scaled_links(
@@ -50,9 +43,9 @@ def scaled_links(
     return stages, losses
 
 
-def test_a_graph_that_was_cut_gives_zeros_that_nobody_wrote(whitebox: WhiteBox) -> None:
+def test_a_graph_that_was_cut_gives_zeros_that_nobody_wrote(whitebox_here: WhiteBox) -> None:
     step = partial(scaled_links, cut=2)
-    verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
     first: Cause = verdict.causes[0]
     assert (first.kind, first.stage, first.action) == ("zero", 2, "2B0")
 

@@ -5,17 +5,21 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import StageByStage
 from pipeproof.core.cause import Cell, Cells
 from pipeproof.core.observe.observed import Observed, Passed, RankOperation
 from pipeproof.core.verdict import Mismatch
 from pipeproof.explain.rules.calls import counts, modes
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.records.step_check import check_step
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
+from tests.support.pipeline_here import DATA, MSE, Job, layers
 from tests.support.two_ranks import COUNT as OF_TWO_RANKS
 from tests.support.two_ranks import judged, named, plain, step
 
@@ -53,47 +57,54 @@ def everything() -> list[Action]:
     return [Action(s, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(STAGES) for m in range(COUNT)]
 
 
-def test_a_mode_of_one_rank_is_no_mode_everywhere() -> None:
-    (cause,) = modes(facts(evaluated(1, 3)))
-    assert (cause.rank, cause.stage, cause.stages) == (1, None, (1, 3))
-    assert (cause.rank, cause.stages) == (1, (1, 3))
+@pytest.mark.parametrize(
+    ("wrong", "rank", "stage", "stages", "place"),
+    [
+        ((1, 3), 1, None, (1, 3), "rank 1, stages 1, 3"),
+        ((2,), 0, 2, (), "rank 0, stage 2"),
+        ((0, 1, 2, 3), None, None, (), "everywhere"),
+    ],
+)
+def test_a_mode_is_that_of_the_stages_with_it(
+    wrong: tuple[int, ...], rank: int | None, stage: int | None, stages: tuple[int, ...], place: str
+) -> None:
+    (cause,) = modes(facts(evaluated(*wrong)))
+    assert (cause.rank, cause.stage, cause.stages, cause.place) == (rank, stage, stages, place)
 
 
-def test_a_mode_of_one_stage_and_of_all() -> None:
-    (one,) = modes(facts(evaluated(2)))
-    assert (one.rank, one.stage, one.stages) == (0, 2, ())
-    (every,) = modes(facts(evaluated(0, 1, 2, 3)))
-    assert (every.rank, every.stage, every.stages) == (None, None, ())
-    assert every.place == "everywhere"
-
-
-def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first() -> None:
-    """Gradients flow from the last stage down."""
-    wrong = uncounted("backward", *range(3))
-    ran = [a for a in everything() if not (a.kind is Kind.BACKWARD and a.stage < 3 and a.microbatch == 1)]
-    (cause,) = counts(facts(wrong, *ran))
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 0, 2, (1,))
+@pytest.mark.parametrize(
+    ("wrong", "left_out", "again", "expected"),
+    [
+        # Gradients flow from the last stage down, and activations up.
+        (
+            uncounted("backward", *range(3)),
+            lambda one: one.kind is Kind.BACKWARD and one.stage < 3 and one.microbatch == 1,
+            (),
+            ("dropped", 0, 2, (1,)),
+        ),
+        (
+            uncounted("forward", 1, 2, 3),
+            lambda one: one.stage >= 1 and one.microbatch == 2,
+            (),
+            ("dropped", 1, 1, (2,)),
+        ),
+        (uncounted("backward", 2), lambda one: False, (0, 1, 1), ("doubled", 0, 2, (0, 1))),
+        (
+            uncounted("backward", *range(STAGES)),
+            lambda one: one.kind is not Kind.FORWARD,
+            (),
+            ("dropped", None, None, (0, 1, 2)),
+        ),
+    ],
+    ids=["backwards left out", "forwards left out", "backwards again", "nowhere"],
+)
+def test_what_did_not_run_once_is_named_where_it_began(
+    wrong: list[Mismatch], left_out: Any, again: tuple[int, ...], expected: tuple[Any, ...]
+) -> None:
+    ran = [one for one in everything() if not left_out(one)]
+    (cause,) = counts(facts(wrong, *ran, *(Action(2, Kind.BACKWARD, m) for m in again)))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == expected
     golden(cause.detail)
-
-
-def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
-    ran = [a for a in everything() if not (a.stage >= 1 and a.microbatch == 2)]
-    (cause,) = counts(facts(uncounted("forward", 1, 2, 3), *ran))
-    assert (cause.stage, cause.microbatches) == (1, (2,))
-    golden(cause.detail)
-
-
-def test_backwards_that_ran_more_often_than_once_are_told_with_all_their_numbers() -> None:
-    again = [Action(2, Kind.BACKWARD, m) for m in (0, 1, 1)]
-    (cause,) = counts(facts(uncounted("backward", 2), *everything(), *again))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 2, (0, 1))
-    golden(cause.detail)
-
-
-def test_what_ran_nowhere_is_at_no_stage() -> None:
-    ran = [a for a in everything() if a.kind is Kind.FORWARD]
-    (cause,) = counts(facts(uncounted("backward", *range(STAGES)), *ran))
-    assert (cause.rank, cause.stage, cause.microbatches) == (None, None, (0, 1, 2))
 
 
 EVERY = tuple(range(OF_TWO_RANKS))
@@ -170,3 +181,17 @@ def test_backwards_that_had_nothing_to_begin_with_come_of_the_cut() -> None:
 def test_a_gradient_that_came_another_way_was_not_cut() -> None:
     (other,) = counts(cut_facts(*all_but(Action(0, Kind.BACKWARD, 0)), own=1.0))
     assert (other.stage, other.microbatches, other.cut) == (0, (0,), False)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_trial_is_no_call_for_another_microbatch(stages: int) -> None:
+    """The last microbatch is left out, and the first comes twice: once in a trial that no backward runs through."""
+    chain = layers(torch.tanh, torch.sin)[:stages]
+    with check_step(dict(enumerate(chain)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
+        tried = DATA[0][0]
+        for stage in chain:
+            tried = stage(tried)
+        Job(chain, DATA[:-1]).step()
+        check.gradients()
+    cause, *_ = check.verdict.causes
+    assert (cause.kind, cause.microbatches) == ("dropped", (len(DATA) - 1,)), str(check.verdict)

@@ -12,7 +12,14 @@ from pipeproof.core.cause import Cause
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.explain.rules.factors import by_loss_scale
+from pipeproof.explain.rules.factors import (
+    Candidate,
+    by_loss_scale,
+    find_candidate,
+    is_near,
+    multiples,
+    round_candidates,
+)
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
@@ -21,12 +28,6 @@ ONE = LossScale(1024.0, 1024.0)
 FACTOR = Cause("scale", rank=1, stage=1, factor=1024.0, detail="times")
 EVIDENCE = Evidence(Verdict("", "fail", "none", ()), (0, 1), microbatches=8, ranks=2, gradients={}, norms=[])
 OF_1024, OF_2048 = "; 1024 is the loss scale", "; 2048 is the loss scale"
-
-
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,9 @@ def last_counts(
     ],
 )
 def test_it_is_said_to_run_again_only_where_that_was_seen(
-    whitebox: WhiteBox, step: Any, kinds: list[str], times: float
+    whitebox_here: WhiteBox, step: Any, kinds: list[str], times: float
 ) -> None:
-    verdict = whitebox.validate(
+    verdict = whitebox_here.validate(
         partial(step, times=times), reference=built, microbatches=pairs(5), ranks=1, loss_fn=loss_fn
     )
     explanations = [verdict.causes, *verdict.alternatives]
@@ -102,10 +103,33 @@ def weighted(model: Any, microbatches: list[Any]) -> Any:
     return model, losses
 
 
-def test_tokens_that_nobody_counts_explain_no_factor(whitebox: WhiteBox) -> None:
-    verdict = whitebox.validate(weighted, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+def test_tokens_that_nobody_counts_explain_no_factor(whitebox_here: WhiteBox) -> None:
+    verdict = whitebox_here.validate(weighted, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
     golden(verdict.causes[0].detail)
 
 
 def built() -> nn.Module:
     return blocks(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "noise", "same"),
+    [
+        (1024.0, 1024.0, 0.0, True),
+        (1024.5, 1024.0, 1e-3, True),  # coarse types round
+        (1024.5, 1024.0, 0.0, False),
+        (512.0, 1024.0, 1e-3, False),
+        (-1024.0, 1024.0, 1e-3, False),
+        (None, 1024.0, 1e-3, False),
+        (float("nan"), 1024.0, 1e-3, False),
+    ],
+)
+def test_numbers_are_near_up_to_rounding(one: float | None, other: float, noise: float, same: bool) -> None:
+    assert is_near(one, other, noise) is same
+
+
+def test_a_number_is_the_first_candidate_that_it_may_be() -> None:
+    right = 1.2345
+    candidates = [*multiples(right, (1, 2, 2, 8)), *round_candidates(right), Candidate("twice", 2 * right)]
+    named = {value: find_candidate(value, candidates) for value in (2 * right, right / 8, 1.234375, right, 3.0)}
+    golden("\n".join(f"{value:.6g}: {one.words if one else 'nothing known'}" for value, one in named.items()))

@@ -171,75 +171,65 @@ def test_gradients_of_a_tuple(whitebox: WhiteBox, change: Any, kind: str, told: 
     assert told in cause.detail
 
 
-def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(whitebox: WhiteBox) -> None:
-    others = [given[2] for given, _ in data()][1:]
-    change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
-    cause = first(judged(whitebox, received=change))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 1, (0, 1, 2))
-    golden(cause.detail, numbers=False)
+def in_the_middle(**changes: Any) -> Callable[[Chain], None]:
+    """Changes attributes of the middle layer."""
+    return lambda model: vars(model.layers[1]).update(changes)
 
 
-def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
-    cause = first(judged(whitebox, received=at(1, lambda m, x: [*x[:2], x[2] * 0])))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
-    golden(cause.detail, numbers=False)
+def freed(rank: int, inputs: list[Tensor]) -> None:
+    if rank == 1:
+        inputs[0].data.zero_()  # only its weights' gradients need it, so what it hands on is right
 
 
-@pytest.mark.sweep
-def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBox) -> None:
-    cause = first(judged(whitebox, received=at(1, lambda m, x: [x[0], x[1] - x[0], x[2]])))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
+OTHER_MASKS = [given[2] for given, _ in data()][1:]
+SENT: list[Tensor] = []  # the last gradient to rank 1
 
 
-@pytest.mark.sweep
-def test_an_output_that_is_wrong_in_every_microbatch_was_computed_wrongly(whitebox: WhiteBox) -> None:
-    def gelu(model: Chain) -> None:
-        layer = model.layers[1]
-        assert isinstance(layer, Layer)
-        layer.act = nn.functional.gelu
+def as_sent(rank: int, m: int, tensors: list[Any]) -> list[Any]:
+    SENT[:] = [tensors[0].clone()] if rank == 1 else SENT
+    return tensors
 
-    verdict = judged(whitebox, model=gelu)
+
+def sweep(*values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "stage", "microbatches"),
+    [
+        pytest.param(
+            {"received": at(1, lambda m, x: [*x[:2], OTHER_MASKS[m] if m < len(OTHER_MASKS) else x[2]])},
+            *("swapped-data", 1, (0, 1, 2)),
+            id="a side input of another microbatch",
+        ),
+        pytest.param(
+            {"received": at(1, lambda m, x: [*x[:2], x[2] * 0])}, "altered", 1, EVERY, id="a side input is missing"
+        ),
+        pytest.param(
+            {"gradients": as_sent, "received": at(1, lambda m, x: [SENT[0] if m == 2 else x[0], *x[1:]])},
+            *("wrong-message", 1, (2,)),
+            id="an activation came in as a gradient",
+        ),
+        pytest.param({"loss": nn.functional.l1_loss}, "computation", 2, EVERY, id="another loss"),
+        pytest.param({"loss": lambda y, t: loss_fn(y, t * 1.01)}, "computation", 2, EVERY, id="another target"),
+        pytest.param({"cut": (1, 1)}, "dropped", 1, EVERY, id="an input without its graph"),
+        sweep({"received": at(1, lambda m, x: [x[0], x[1] - x[0], x[2]])}, "altered", 1, EVERY, id="wrong on its way"),
+        sweep(
+            {"received": at(2, lambda m, x: [x[0], x[0] * 1.0, x[2]])}, "wrong-message", 2, EVERY, id="one came twice"
+        ),
+        sweep({"model": in_the_middle(act=nn.functional.gelu)}, "computation", 1, EVERY, id="another function"),
+        sweep({"model": in_the_middle(cuts=True)}, "computation", 1, EVERY, id="a backward that loses a path"),
+        sweep({"kept": freed}, "overwritten", 1, EVERY, id="an input freed before its backward"),
+    ],
+)
+def test_the_first_wrong_tensor_names_the_fault(
+    whitebox: WhiteBox, faults: dict[str, Any], kind: str, stage: int, microbatches: tuple[int, ...]
+) -> None:
+    verdict = judged(whitebox, **faults)
     cause = first(verdict)
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 1, 1, EVERY)
-    assert not any("wrong-message" in one.kinds for one in verdict.ruled_out)
-
-
-@pytest.mark.sweep
-def test_of_two_tensors_of_which_one_came_twice_the_other_is_wrong(whitebox: WhiteBox) -> None:
-    cause = first(judged(whitebox, received=at(2, lambda m, x: [x[0], x[0] * 1.0, x[2]])))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 2, EVERY)
-    assert "(input 1)" in cause.detail
-
-
-def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:
-    sent: list[Tensor] = []
-
-    def gradients(rank: int, m: int, tensors: list[Any]) -> list[Any]:
-        sent[:] = [tensors[0].clone()] if rank == 1 else sent
-        return tensors
-
-    cause = first(
-        judged(whitebox, gradients=gradients, received=at(1, lambda m, x: [sent[0] if m == 2 else x[0], *x[1:]]))
-    )
-    assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 1, (2,))
-    golden(cause.detail, numbers=False)
-
-
-@pytest.mark.parametrize("other", [nn.functional.l1_loss, lambda y, t: loss_fn(y, t * 1.01)], ids=["l1", "target"])
-def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any) -> None:
-    cause = first(judged(whitebox, loss=other))
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 2, 2, EVERY)
-    golden(cause.detail, numbers=False)
-
-
-@pytest.mark.sweep
-def test_an_input_that_was_freed_before_its_backward(whitebox: WhiteBox) -> None:
-    def freed(rank: int, inputs: list[Tensor]) -> None:
-        if rank == 1:
-            inputs[0].data.zero_()  # only its weights' gradients need it, so what it hands on is right
-
-    cause = first(judged(whitebox, kept=freed))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("overwritten", 1, EVERY)
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == (kind, stage, stage, microbatches)
+    assert "model" not in faults or not any("wrong-message" in one.kinds for one in verdict.ruled_out)
+    golden(f"{cause.action}: {cause.detail}", numbers=False)
 
 
 @pytest.mark.sweep
@@ -255,34 +245,13 @@ def test_a_fault_nearer_to_the_loss_than_the_first_is_a_second_cause(whitebox: W
     assert [(c.kind, c.stage, c.microbatches) for c in verdict.causes] == [("dropped", 2, (0,)), ("rounded", 0, EVERY)]
 
 
-@pytest.mark.sweep
-def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: WhiteBox) -> None:
-    def cut(model: Chain) -> None:
-        layer = model.layers[1]
-        assert isinstance(layer, Layer)
-        layer.cuts = True
-
-    cause = first(judged(whitebox, model=cut))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("computation", 1, EVERY)
-
-
-def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: WhiteBox) -> None:
-    cause = first(judged(whitebox, cut=(1, 1)))
-    assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("dropped", 1, EVERY, "1F0")
-    golden(cause.detail, numbers=False)
-
-
 @pytest.mark.parametrize(("more", "outcome"), [(4e-4, "pass"), (8e-4, "fail")])
 def test_what_is_wrong_too_little_for_its_place_is_told_by_its_bits(
     whitebox: WhiteBox, more: float, outcome: str
 ) -> None:
     """Half of the digits are right where the fault is, and fewer where later stages magnify it."""
 
-    def slightly(model: Chain) -> None:
-        layer = model.layers[1]
-        assert isinstance(layer, Layer)
-        layer.act = lambda made: nn.functional.silu(made) * (1 + more)
-
+    slightly = in_the_middle(act=lambda made: nn.functional.silu(made) * (1 + more))
     verdict = judged(whitebox, model=slightly)
     assert verdict.law("boundaries").outcome == outcome, str(verdict)
     assert not verdict.causes, str(verdict)

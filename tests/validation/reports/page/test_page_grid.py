@@ -76,33 +76,35 @@ def test_no_arrow_goes_back_in_time() -> None:
     assert found.arrows == (Arrow((0, 0), (1, 1), expected=False),)
 
 
-def test_a_dropped_microbatch_is_outlined() -> None:
-    right = replace(WRONG, agrees=True, error=0.0, really="")
-    found = grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": right, "0B0": right}), Cause("dropped", microbatches=(0,)))
-    assert [name for name, state in states(found).items() if state == "culprit"] == ["0B0"]
-
-
-@pytest.mark.parametrize(
-    "cause", [Cause("scale", factor=2.0), Cause("report", microbatches=(0,)), Cause("norm", rank=0)]
+RIGHT = replace(WRONG, agrees=True, error=0.0, really="")
+MADE = Sight("output", True, False, error=0.5, limit=1e-6)
+LOSS = Compared("loss", 1, "pass", microbatch=0, observed=1.0, expected=1.0)
+WENT_INTO = (
+    LOSS,
+    replace(LOSS, microbatch=1, outcome="fail", error=0.1, limit=1e-6),
+    Compared("gradient", 1, "pass", stage=0, parameter="w", error=1e-8, limit=1e-6),
 )
-def test_a_cause_that_names_no_action_outlines_nothing(cause: Cause) -> None:
-    assert "culprit" not in states(grid(ran("0F0 0B0"), cause)).values()
+STATES: dict[str, tuple[Grid, str]] = {
+    "dropped": (
+        grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": RIGHT, "0B0": RIGHT}), Cause("dropped", microbatches=(0,))),
+        "right, not recorded, culprit, not recorded",
+    ),
+    "no action in a scale": (grid(ran("0F0 0B0"), Cause("scale", factor=2.0)), "not recorded, not recorded"),
+    "nor in a report": (grid(ran("0F0 0B0"), Cause("report", microbatches=(0,))), "not recorded, not recorded"),
+    "nor in a norm": (grid(ran("0F0 0B0"), Cause("norm", rank=0)), "not recorded, not recorded"),
+    "first wrong": (
+        grid(ran("0F0 0F1 0B0", wrong={"0F0": MADE, "0B0": MADE}), Cause("computation", 0, 0, (0,))),
+        "culprit, not recorded, consequence",
+    ),
+    "what it went into": (grid(ran("0F0 0F1 0B0"), compared=WENT_INTO), "through, not recorded, through"),
+    "of another operation": (grid(ran("0F0"), compared=(replace(LOSS, operation=2),)), "not recorded"),
+}
 
 
-def test_what_is_first_wrong_is_outlined() -> None:
-    made = Sight("output", True, False, error=0.5, limit=1e-6)
-    found = grid(ran("0F0 0F1 0B0", wrong={"0F0": made, "0B0": made}), Cause("computation", 0, 0, (0,)))
-    assert states(found) == {"0F0": "culprit", "0F1": "not recorded", "0B0": "consequence"}
-
-
-def test_what_an_action_went_into_speaks_for_it() -> None:
-    loss = Compared("loss", 1, "pass", microbatch=0, observed=1.0, expected=1.0)
-    wrong = replace(loss, microbatch=1, outcome="fail", error=0.1, limit=1e-6)
-    gradient = Compared("gradient", 1, "pass", stage=0, parameter="w", error=1e-8, limit=1e-6)
-    found = grid(ran("0F0 0F1 0B0"), compared=(loss, wrong, gradient))
-    assert states(found) == {"0F0": "through", "0F1": "not recorded", "0B0": "through"}
-    earlier = grid(ran("0F0"), compared=(replace(loss, operation=2),))
-    assert states(earlier) == {"0F0": "not recorded"}
+@pytest.mark.parametrize("name", STATES)
+def test_states_follow_from_causes_and_comparisons(name: str) -> None:
+    found, expected = STATES[name]
+    assert ", ".join(states(found).values()) == expected
 
 
 def test_wrong_from_right_sources_is_no_consequence() -> None:

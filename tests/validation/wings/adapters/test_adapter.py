@@ -18,7 +18,7 @@ from pipeproof.records.record_file import read
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.framework import Framework
+from pipeproof.wings.adapters.framework import AdapterError, Framework
 from pipeproof.wings.adapters.step import FrameworkStep, Sight
 from pipeproof.wings.adapters.whole import Whole
 from tests.support.doubles import InThisProcess
@@ -33,6 +33,25 @@ def test_an_adapter_imports_nothing_of_its_framework(name: str) -> None:
     assert own is import_module(f"pipeproof.wings.adapters.{name}")
     assert {"check_step", "imports", "observe", "record_step", "validate"} <= {*own.__all__}
     assert name not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "sentence"),
+    [
+        ("megatron", {"forward_step": len}, "megatron-core is not installed: pip install"),
+        ("deepspeed", {}, r"deepspeed is not installed: pip install deepspeed==0\.19"),
+        ("torchtitan", {"loss_fn": len}, "torchtitan is not installed: pip install"),
+        ("colossalai", {"criterion": len}, r"colossalai is not installed: pip install --no-deps colossalai==0\.5"),
+        ("nanotron", {}, "nanotron is not installed: pip install"),
+        ("transformers", {}, "transformers is not installed: pip install"),
+    ],
+)
+def test_without_its_framework_a_sentence_says_so(
+    name: str, given: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AdapterError, match=f"^{sentence}"):
+        getattr(pipeproof, name).validate(len, reference=nn.Module, microbatches=[], ranks=2, **given)
 
 
 class Engine:

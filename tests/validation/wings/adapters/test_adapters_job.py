@@ -28,8 +28,8 @@ def build() -> nn.Module:
 class Job:
     """A job with a hook before its optimizer, that an adapter sets while a step is watched."""
 
-    def __init__(self) -> None:
-        self.model, self.losses, self.drawn = build(), list[float](), Drawn()
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model, self.losses, self.drawn = model or build(), list[float](), Drawn()
         self.draws: list[int] = [0, 1, 2]
         self.before: Callable[[], None] = lambda: None
         self.after_complete: Callable[[], None] = lambda: None  # of the optimizer's, before it forms the norm
@@ -58,7 +58,7 @@ class Job:
             (loss * factor / 3).backward()
         self.before()
 
-    def as_step(self, **changed: Any) -> JobStep:
+    def as_job_step(self, **changed: Any) -> JobStep:
         against = changed.pop("against", SingleDevice(build, loss_fn))
         given: dict[str, Any] = {
             "stages": {0: self.model},
@@ -73,7 +73,7 @@ class Job:
 
 
 def judged(job: Job, *, factor: float = 1.0, steps: int = 1, **changed: Any) -> Verdict:
-    with checking(lambda: job.as_step(**changed), timeout_s=5) as check:
+    with checking(lambda: job.as_job_step(**changed), timeout_s=5) as check:
         for _ in range(steps):
             job.step(factor)
     assert "before" not in vars(job)
@@ -188,7 +188,7 @@ def test_an_adapter_that_raises_ends_no_job() -> None:
 
 
 def judged_with(**changed: Any) -> Verdict:
-    with checking(lambda: Job().as_step(**changed), timeout_s=5) as check:
+    with checking(lambda: Job().as_job_step(**changed), timeout_s=5) as check:
         pass
     return check.verdict
 
@@ -197,14 +197,14 @@ def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused
     unfinished = WhiteBoxError("call train_batch in the block")
     golden(judged_with(unfinished=unfinished).details.splitlines()[0])
     job = Job()
-    with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
+    with checking(lambda: job.as_job_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
         job.step()
     assert check.verdict.outcome == "pass", str(check.verdict)
 
 
 def test_what_the_job_raises_is_its_own() -> None:
     job = Job()
-    with pytest.raises(KeyError), checking(job.as_step, timeout_s=5) as check:
+    with pytest.raises(KeyError), checking(job.as_job_step, timeout_s=5) as check:
         raise KeyError("x")
     golden(check.verdict.details.splitlines()[0])
     assert "before" not in vars(job)
@@ -216,7 +216,7 @@ def test_the_reference_draws_apart_from_the_job() -> None:
     torch.manual_seed(3)
     job = Job()
     torch.manual_seed(3)
-    with checking(job.as_step, timeout_s=5):
+    with checking(job.as_job_step, timeout_s=5):
         found = torch.rand(3)
     assert found.equal(expected)
 
@@ -238,6 +238,6 @@ def test_what_is_frozen_has_no_gradient_and_is_compared() -> None:
 @pytest.mark.parametrize("timeout_s", [-1, None])
 def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any) -> None:
     job = Job()
-    with checking(job.as_step, timeout_s=timeout_s) as check:
+    with checking(job.as_job_step, timeout_s=timeout_s) as check:
         job.step()
     golden(check.verdict.details.splitlines()[0])

@@ -130,18 +130,6 @@ def test_layers_that_are_in_no_list_are_said() -> None:
         stages_of(manager(zbv=False, ranges=[[0, 1], [1, 2]]), Model((0, 3)))
 
 
-def test_without_colossalai_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "colossalai", None)
-    with pytest.raises(ColossalAIError, match=r"^colossalai is not installed: pip install --no-deps colossalai==0\.5"):
-        pipeproof.colossalai.validate(
-            lambda *_: None,
-            reference=lambda: nn.Linear(2, 2),
-            criterion=lambda *_: torch.tensor(0.0),
-            microbatches=[(ROWS,)],
-            ranks=2,
-        )
-
-
 def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "colossalai", SimpleNamespace(__version__="0.4.8"))
     booster = SimpleNamespace(plugin=None)

@@ -270,9 +270,3 @@ def test_what_is_not_covered_is_said(name: str, value: object) -> None:
         megatron.observe(chunk, forward_step, [], whole(chunk)),
     ):
         pass
-
-
-def test_without_megatron_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(MegatronError, match="megatron-core is not installed: pip install"):
-        megatron.validate(forward_step, reference=nn.Module, forward_step=forward_step, microbatches=[], ranks=2)

@@ -1,7 +1,6 @@
 """A step of a framework's is recorded: what it gave, by the names of the whole model; what cannot be is a warning."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from pipeproof.whitebox import FlatShard
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.adapters.framework import Framework
 from pipeproof.wings.adapters.recording import recording
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.step import FrameworkStep
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
+from tests.validation.wings.adapters.test_adapters_job import Job as Watched
 
 OURS = Framework("ours", "pipeproof", ("0.1",), "pip install pipeproof")
 
@@ -31,23 +31,12 @@ OURS = Framework("ours", "pipeproof", ("0.1",), "pip install pipeproof")
 INSIDE = replace(OURS, child="whole")
 
 
-class Job:
-    """A job with an optimizer that tells before it steps, and the norm after it."""
+class Job(Watched):
+    """A job with an optimizer, and names of its own."""
 
     def __init__(self, *, prefix: str = "") -> None:
-        self.model, self.losses = blocks(2), list[float]()
+        super().__init__(blocks(2))
         self.prefix = prefix
-        self.before: Callable[[], None] = lambda: None
-
-    @contextmanager
-    def watching(self, sight: Sight) -> Iterator[None]:
-        def before() -> None:
-            sight.complete()
-            sight.norm(nn.utils.get_total_norm([one.grad for one in self.model.parameters() if one.grad is not None]))
-
-        self.before = before
-        yield
-        del self.before
 
     def as_step(self, **changed: Any) -> FrameworkStep:
         step = FrameworkStep(
@@ -60,12 +49,7 @@ class Job:
         return replace(step, **changed)
 
     def step(self, factor: float = 1.0) -> None:
-        self.losses.clear()
-        for inputs, target in pairs(3):
-            loss = loss_fn(self.model(inputs), target)
-            self.losses.append(loss.item())
-            (loss * factor / 3).backward()
-        self.before()
+        super().step(factor)
         with torch.no_grad():
             for one in (one for one in self.model.parameters() if one.grad is not None):
                 one -= 0.1 * one.grad  # type: ignore[operator]  # it has one

@@ -1,7 +1,6 @@
 """What ranks found together has a name, and a verdict does not need it."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from pipeproof.wings.composed import check as composed_check
 from pipeproof.wings.composed import gradients as composed_gradients
 from pipeproof.wings.composed.causes import not_summed
 from tests.support.golden import golden
-from tests.support.pipeline_here import DATA, Job, checked, layers
+from tests.support.pipeline_here import DATA, TOKENS, Job, Words, checked, layers
 
 WHOLE, PART = (torch.randn(16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
@@ -49,12 +48,12 @@ def test_parts_that_add_up_are_not_reduced(
     ("home", "name", "fault"),
     [
         (composed_check, "explain", {"fault": lambda stage, m, given: [one * 2 for one in given]}),
-        (composed_gradients, "own_causes", {"late": 2.0 * len(DATA)}),
+        (composed_gradients.OwnGradients, "_own_causes", {"late": 2.0 * len(DATA)}),
     ],
     ids=["of the chain", "of a rank's own"],
 )
 def test_a_verdict_is_the_same_without_causes(
-    monkeypatch: pytest.MonkeyPatch, home: ModuleType, name: str, fault: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: dict[str, Any]
 ) -> None:
     def verdict() -> Verdict:
         contract = Contract(accumulation=Accumulation(late=True)) if "late" in fault else Contract()
@@ -67,22 +66,9 @@ def test_a_verdict_is_the_same_without_causes(
     assert (alone.outcome, bool(named.causes), alone.causes) == ("fail", True, ()), str(named)
 
 
-TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 8, sparse=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.words(tokens)
-        return found
-
-
 def verdict_after(change: Callable[[list[dict[str, nn.Parameter]]], None]) -> Verdict:
     torch.manual_seed(0)
-    stages = [Words(), *layers(torch.tanh, torch.sin)]
+    stages = [Words(sparse=True), *layers(torch.tanh, torch.sin)]
     return checked(Job(stages, TOKENS, change=lambda: change([dict(stage.named_parameters()) for stage in stages])))
 
 

@@ -26,13 +26,18 @@ class Around(nn.Module):
         return self.inner(self.inner(x))
 
 
+def verdict_on(given: nn.Module, called: Callable[[Tensor], Any], data: Any = DATA) -> Verdict:
+    """On a step of the one stage ``given``, which is ``called`` so."""
+    with check_step(given, data, against=StageByStage(MSE)) as check:
+        for x, target in DATA:
+            (MSE(called(x), target) / 3).backward()
+        check.gradients()
+    return check.verdict
+
+
 def test_a_module_whose_calls_nobody_sees_is_refused() -> None:
     inner = layers(torch.tanh)[0]
-    with check_step(inner, DATA, against=StageByStage(MSE)) as check:
-        for x, target in DATA:
-            (MSE(inner.forward(x), target) / 3).backward()
-        check.gradients()
-    golden(check.verdict.details.splitlines()[0])
+    golden(verdict_on(inner, inner.forward).details.splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -49,24 +54,17 @@ def test_what_to_pass_of_compiled_modules(how: str, sentence: str) -> None:
     else:
         called = torch.compile(given, backend="eager")  # type: ignore[assignment]  # it is a module, too
         given = called if how == "returned" else given
-    with check_step(given, DATA, against=StageByStage(MSE)) as check:
-        for x, target in DATA:
-            (MSE(called(x), target) / 3).backward()
-        check.gradients()
-    assert sentence in check.verdict.details, str(check.verdict)
+    verdict = verdict_on(given, called)
+    assert sentence in verdict.details, str(verdict)
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_several_calls_for_a_microbatch_are_refused(several: bool) -> None:
     inner = layers(torch.tanh)[0]
     around = (lambda x: inner(x) * inner(x + 1)) if several else Around(inner)
-    data = [((x, x + 1), target) for x, target in DATA] if several else DATA
-    with check_step(inner, data, against=StageByStage(MSE)) as check:
-        for x, target in DATA:
-            (MSE(around(x), target) / 3).backward()
-        check.gradients()
-    assert check.verdict.law("comparable").reasons == (Reason.CALLS,), str(check.verdict)
-    golden(check.verdict.law("comparable").note)
+    verdict = verdict_on(inner, around, [((x, x + 1), target) for x, target in DATA] if several else DATA)
+    assert verdict.law("comparable").reasons == (Reason.CALLS,), str(verdict)
+    golden(verdict.law("comparable").note)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeproof.core.reason import Reason
-from pipeproof.core.verdict import Verdict
-from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import StageByStage
 from pipeproof.worlds.world import World
 from tests.support.chain_by_hand import Both, Chained, chain_step
 from tests.support.golden import golden
-from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
+from tests.support.pipeline_here import DATA, Job, Layer, checked, layers, one_by_one
 
 
 class Writing(Both):
@@ -254,18 +251,6 @@ class EachOutput(Job):
                 one.backward(came.grad, retain_graph=True)
 
 
-def one_by_one(job: Job) -> list[Verdict]:
-    """Of as many steps as there are stages, one of which alone is run again in each."""
-    by, found = StageByStage(MSE, stages="one by one"), list[Verdict]()
-    for _ in job.stages:
-        with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
-            job.step()
-            check.gradients()
-        nn.ModuleList(job.stages).zero_grad()
-        found.append(check.verdict)
-    return found
-
-
 @pytest.mark.parametrize("kind", [Job, EachOutput])
 def test_flows_between_outputs_are_known_from_reruns(kind: type[Job]) -> None:
     verdict = checked(kind([*layers(torch.tanh), Twice(), Product()]))
@@ -274,6 +259,20 @@ def test_flows_between_outputs_are_known_from_reruns(kind: type[Job]) -> None:
     assert own.outcome == "pass", str(own)
     assert first.outcome == "unknown", str(first)
     assert Reason.LINK in first.law("boundaries").reasons, str(first)
+
+
+@pytest.mark.parametrize("inner", [nn.Tanh(), Layer(trained=False)], ids=["none", "frozen"])
+def test_a_stage_may_have_nothing_to_train(inner: nn.Module) -> None:
+    first, last = layers(torch.tanh, torch.sin)
+    for verdict in one_by_one(Job([first, inner, last])):
+        assert verdict.outcome == "pass", str(verdict)
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    (first, last), frozen = layers(torch.tanh, torch.sin), Layer(trained=False)
+    frozen.layer.weight.grad = torch.ones(8, 8)
+    _, verdict, _ = one_by_one(Job([first, frozen, last]))
+    assert [law.outcome for law in verdict.laws if law.name == "presence"] == ["fail"]
 
 
 def test_a_loss_outside_is_not_known_unrerun() -> None:

@@ -16,21 +16,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.records.step_check import check_step
 from pipeproof.wings.composed import check as composed_check
 from tests.support.golden import golden
-from tests.support.pipeline_here import DATA, MSE, Job, Layer, checked, layers
-
-TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
-
-
-class Words(nn.Module):
-    """Embeds tokens, and their positions."""
-
-    def __init__(self, *, sparse: bool = False) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(9, 8, sparse=sparse), nn.Embedding(9, 8)
-
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        found: Tensor = self.words(tokens) + self.places(places)
-        return found
+from tests.support.pipeline_here import DATA, MSE, TOKENS, Counted, Job, Layer, Words, checked, layers
 
 
 class Buffered(nn.Module):
@@ -154,6 +140,7 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "hooks change what passes": lambda: Job([hooked(), hooked(back=True)]),
     "buffers": lambda: Job([Buffered(), Buffered()]),
     "random": lambda: Job(layers(lambda y: y * random.random(), lambda y: y * numpy.random.rand())),
+    "the loss writes": lambda: Job(layers(torch.sin, torch.sin), loss_fn=lambda y, t: MSE(y.mul_(2.0), t)),
     "the loss draws": lambda: Job(layers(torch.tanh, torch.sin), loss_fn=lambda y, t: MSE(nn.functional.dropout(y), t)),
     "cast": lambda: Job(layers(torch.tanh, torch.sin), loss_fn=of_classes, cast=partial(in_bf16, loss=True)),
     "cast but for the loss": lambda: Job(
@@ -227,11 +214,6 @@ def test_what_is_wrong_fails(case: str) -> None:
     job, law = WRONG[case]
     verdict = checked(job())
     assert law in [one.name for one in verdict.laws if one.outcome == "fail"], str(verdict)
-
-
-class Counted(Layer):
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        return super().forward(x) * self.calls
 
 
 class NotAgain(Layer):

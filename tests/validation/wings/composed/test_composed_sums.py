@@ -19,8 +19,8 @@ from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages, own_name
 from pipeproof.wings.composed import sums as sums_of
-from pipeproof.wings.composed.ranks import Peers
 from pipeproof.wings.composed.shards import OwnShards
+from pipeproof.wings.composed.start import Peers
 from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext

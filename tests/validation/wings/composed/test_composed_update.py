@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,7 +22,8 @@ from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.update import WeightsAfter
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.pipeline_here import DATA, MSE, Job, Layer, layers
+from tests.support.chained import WIDTH, Faults, Step, backwards, data, forwards, named
+from tests.support.pipeline_here import DATA, MSE, Counted, Job, layers
 
 COUNT = 4  # parameters
 HOOKED = "makes of gradients is not known: its step has hooks, or was replaced by another function"
@@ -87,25 +88,10 @@ def halved(optimizer: Optimizer, *_: object) -> None:
         one.grad.mul_(0.5)
 
 
-def hooked(own: list[nn.Parameter]) -> Optimizer:
+def hooked(own: list[nn.Parameter], *, after: bool = False) -> Optimizer:
     found = SGD(own, lr=0.1)
-    found.register_step_pre_hook(halved)
+    (found.register_step_post_hook if after else found.register_step_pre_hook)(halved)
     return found
-
-
-def clamped(optimizer: Optimizer, *_: object) -> None:
-    for one in (one for group in optimizer.param_groups for one in group["params"]):
-        one.data.clamp_(-0.1, 0.1)
-
-
-def hooked_after(own: list[nn.Parameter]) -> Optimizer:
-    found = SGD(own, lr=0.1)
-    found.register_step_post_hook(clamped)
-    return found
-
-
-def hooked_inside(own: list[nn.Parameter]) -> Optimizer:
-    return Around(hooked(own))
 
 
 def replaced(own: list[nn.Parameter]) -> Optimizer:
@@ -159,8 +145,8 @@ def test_what_an_optimizer_makes_of_gradients_is_known(case: str) -> None:
 
 UNKNOWN: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
     "hooks before": (hooked, f"what SGD {HOOKED}"),
-    "hooks after": (hooked_after, f"what SGD {HOOKED}"),
-    "hooks inside": (hooked_inside, f"what Around {HOOKED}"),
+    "hooks after": (partial(hooked, after=True), f"what SGD {HOOKED}"),
+    "hooks inside": (lambda own: Around(hooked(own)), f"what Around {HOOKED}"),
     "hooks of all": (lambda own: SGD(own, lr=0.1), HOOKED),
     "another step": (replaced, f"what SGD {HOOKED}"),
     "weights that it knows": (lambda own: Elsewhere(own, 0.1), "its copy moved the weights themselves"),
@@ -188,19 +174,11 @@ def test_an_optimizer_without_a_copy_is_not_blamed(case: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(kept, plain, strict=True)), "the check moves no weights"
 
 
-class Counted(Layer):
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        return super().forward(x) * self.calls
-
-
 def test_a_given_optimizer_is_not_asked_for() -> None:
     stages = [*layers(torch.tanh), Counted()]
     verdict, _ = step_of(lambda own: SGD(own, lr=0.1), stages=stages, max_norm=0.1)
     law = verdict.law("updated-parameters")
     assert (law.outcome, law.reasons) == ("unknown", (Reason.LINK,)), str(verdict)
-
-
-WIDTH, ROWS = 8, 4
 
 
 def step(context: RankContext, told: str, harm: str) -> Verdict:
@@ -212,24 +190,10 @@ def step(context: RankContext, told: str, harm: str) -> Verdict:
         torch.optim.SGD(stage[0].parameters(), lr=0.1),
         torch.optim.AdamW(stage[1].parameters(), lr=0.1),
     ]
-    by = {"both": both, "first": both[0]}[told]
-    draw = torch.Generator().manual_seed(0)
-    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
-    other = 1 - context.rank
-    against = StageByStage(MSE, optimizer=by)
-    with check_step({context.rank: stage}, data, against=against, rename="{}.{}".format, timeout_s=20) as check:
-        for x, target in data:
-            if context.rank:
-                x = torch.empty(ROWS, WIDTH)
-                dist.recv(x, other)
-                x.requires_grad_()
-                (MSE(stage(x), target) / len(data)).backward()
-                dist.send(x.grad, other)
-            else:
-                y, flow = stage(x), torch.empty(ROWS, WIDTH)
-                dist.send(y.detach(), other)
-                dist.recv(flow, other)
-                y.backward(flow)
+    against, at = StageByStage(MSE, optimizer={"both": both, "first": both[0]}[told]), Step(context.rank, context.ranks)
+    with check_step(stage, data(2), against=against, rename=named, timeout_s=20) as check:
+        forwards(at, stage, data(2), Faults())
+        backwards(at, 2, Faults())
         check.gradients()
         for one in both:
             one.step()

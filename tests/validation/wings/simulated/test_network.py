@@ -19,6 +19,7 @@ from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.programs import programs
+from tests.support.works import finish
 
 _NEEDS = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
 _SENT = {Kind.WAIT_SEND_F: Kind.SEND_F, Kind.WAIT_SEND_B: Kind.SEND_B}
@@ -86,8 +87,7 @@ def test_so_they_do_where_messages_are_kept(kept_simulated: SimulatedWorld, prog
 def sends_first(context: RankContext) -> None:
     sent = dist.isend(torch.ones(1), 1 - context.rank)
     dist.recv(torch.empty(1), 1 - context.rank)
-    assert sent is not None, "its rank is in the group"
-    sent.wait()
+    finish(sent)
 
 
 def batched(context: RankContext) -> None:
@@ -195,9 +195,7 @@ def crossed(context: RankContext) -> list[float]:
     else:
         buffers = [torch.empty(1) for _ in range(2)]
         works = [dist.irecv(buffer, 0, tag=tag) for buffer, tag in zip(buffers, (2, 1), strict=True)]
-    for work in works:
-        assert work is not None, "its rank is in the group"
-        work.wait()
+    finish(*works)
     return [] if context.rank == 0 else [float(buffer) for buffer in buffers]
 
 

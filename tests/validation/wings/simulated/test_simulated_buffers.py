@@ -16,6 +16,7 @@ from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.works import finish
 
 Use = Callable[[Tensor, Any], object]
 
@@ -28,8 +29,7 @@ def used(context: RankContext, use: Use) -> None:
     buffer = torch.zeros(4)
     work = dist.irecv(buffer, 0)
     use(buffer, work)
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
     assert buffer.tolist() == [1.0] * 4
 
 
@@ -128,8 +128,7 @@ def uses_other_parts(context: RankContext) -> list[float]:
     whole[2] = 2
     whole.index_add_(0, torch.tensor([0, 2]), torch.ones(2, 2))
     torch.add(whole[0], 1, out=whole[0])
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
     return whole[:, 0].tolist()
 
 
@@ -139,8 +138,7 @@ def reshapes(context: RankContext) -> float:
         return 4.0
     work = dist.irecv(buffer := torch.zeros(4), 0)
     buffer.unsqueeze_(0)
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
     return float(buffer.sum())
 
 
@@ -156,8 +154,7 @@ def answered(context: RankContext) -> None:
         work = dist.isend(buffer, 1)
         dist.recv(torch.empty(1), 1)
         buffer.zero_()
-        assert work is not None, "its rank is in the group"
-        work.wait()
+        finish(work)
     else:
         dist.recv(buffer, 0)
         dist.send(torch.ones(1), 0)
@@ -181,8 +178,7 @@ def beside(context: RankContext) -> float:
         return 0.0
     work = dist.irecv(rows[1], 0)
     total = float(rows[::2].sum())
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
     return total
 
 

@@ -14,6 +14,7 @@ from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from tests.support.sweeps import each_once
+from tests.support.works import finish
 
 Deed = Callable[[Tensor], object]
 
@@ -65,8 +66,7 @@ def sent(context: RankContext, deed: Deed) -> list[float]:
         buffer = buffer_for(deed)
         work = dist.isend(buffer, 1)
         deed(buffer)
-        assert work is not None, "its rank is in the group"
-        work.wait()
+        finish(work)
         return []
     received = torch.zeros(4)
     dist.recv(received, 0)
@@ -81,8 +81,7 @@ def received(context: RankContext, deed: Deed) -> None:
     buffer = buffer_for(deed)
     work = dist.irecv(buffer, 1)
     deed(buffer)
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
 
 
 def reduced(context: RankContext, deed: Deed) -> None:
@@ -91,8 +90,7 @@ def reduced(context: RankContext, deed: Deed) -> None:
     work = dist.all_reduce(buffer, async_op=True)
     if context.rank == 0:
         deed(buffer)
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
 
 
 def race_of(world: SimulatedWorld, job: Callable[..., object], *arguments: object) -> Race:
@@ -137,8 +135,7 @@ def written_unseen(context: RankContext) -> None:
     work = dist.isend(buffer, 1)
     array[0] = 2.0
     assert buffer.view(2, 2).sum() == 5.0
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
 
 
 def test_a_buffered_transport_has_its_own_copy(simulated: SimulatedWorld) -> None:
@@ -153,14 +150,12 @@ def kept_elsewhere(context: RankContext) -> list[float]:
         buffer = torch.ones(4)
         kept, work = buffer.view(2, 2), dist.isend(buffer, 1)
         buffer.data = torch.empty(1)
-        assert work is not None, "its rank is in the group"
-        work.wait()
+        finish(work)
         return kept.flatten().tolist()
     buffer = torch.zeros(4)
     kept, work = buffer.view(2, 2), dist.irecv(buffer, 0)
     buffer.data = torch.empty(1)
-    assert work is not None, "its rank is in the group"
-    work.wait()
+    finish(work)
     return kept.flatten().tolist()
 
 
@@ -194,9 +189,7 @@ def passed_on(context: RankContext, collective: bool) -> None:
         dist.all_reduce(buffer)
     else:
         works.append(dist.isend(buffer, other))
-    for work in works:
-        assert work is not None, "its rank is in the group"
-        work.wait()
+    finish(*works)
 
 
 def two_in_one(context: RankContext, first: str) -> None:
@@ -208,17 +201,13 @@ def two_in_one(context: RankContext, first: str) -> None:
     else:
         works = [dist.irecv(buffer, 0)] if first == "receive" else [dist.broadcast(buffer, 0, async_op=True)]
         works.append(dist.broadcast(buffer, 0, async_op=True))
-    for work in works:
-        assert work is not None, "its rank is in the group"
-        work.wait()
+    finish(*works)
 
 
 def one_after_the_other(context: RankContext) -> list[float]:
     buffer = torch.ones(4)
     works = [dist.all_reduce(buffer, async_op=True) for _ in range(3)]
-    for work in works:
-        assert work is not None, "its rank is in the group"
-        work.wait()
+    finish(*works)
     return buffer.tolist()
 
 

@@ -28,18 +28,18 @@ def test_a_diagnosis_is_right_wrong_or_unknown() -> None:
     one = SPECIMENS["stage-negated"]
     case = smallest_of(one)
     planted = one.cause(case)
-    assert compare_names(one, case, verdict(planted), alike=False, seconds=0.5) == Named("sign", True, True, 0.5)
-    misplaced = compare_names(one, case, verdict(replace(planted, stage=None)), alike=False, seconds=0.5)
+    assert compare_names(planted, verdict(planted)) == Named("sign", True, True, 0.0)
+    misplaced = compare_names(planted, verdict(replace(planted, stage=None)))
     assert (misplaced.right, misplaced.located, misplaced.wrong) == (True, False, False)
-    assert compare_names(one, case, verdict(Cause("scale"), planted), alike=True, seconds=0.5).wrong
-    assert not compare_names(one, case, verdict(), alike=True, seconds=0.5).wrong
+    assert compare_names(planted, verdict(Cause("scale"), planted), alike=one.fault.alike).wrong
+    assert not compare_names(planted, verdict()).wrong
 
 
 def test_what_final_gradients_cannot_tell_apart_will_do_for_them_alone() -> None:
     one = SPECIMENS["gradient-repeated"]
-    case, found = smallest_of(one), verdict(Cause("swapped-gradients"))
-    assert compare_names(one, case, found, alike=True, seconds=0.0).right
-    assert not compare_names(one, case, found, alike=False, seconds=0.0).right
+    planted, found = one.cause(smallest_of(one)), verdict(Cause("swapped-gradients"))
+    assert compare_names(planted, found, alike=one.fault.alike).right
+    assert not compare_names(planted, found).right
 
 
 def test_a_place_is_right_if_it_says_all_that_was_planted() -> None:

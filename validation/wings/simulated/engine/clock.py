@@ -6,9 +6,10 @@ In a rank's thread the module ``time`` reads this clock, and ``sleep`` takes no 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 from pipeproof.wings.simulated.engine.simulation import Timing
 
@@ -76,7 +77,8 @@ def _reading(name: str, begin_s: float) -> Callable[[], Any]:
     real = getattr(time, name)
 
     def read() -> Any:
-        if _own.clock is None or _waits_really(sys._getframe(1).f_globals):
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if _own.clock is None or asks in _REAL:
             return real()
         now_s = begin_s + _own.clock.read()
         return int(now_s * 1e9) if name.endswith("_ns") else now_s
@@ -84,16 +86,15 @@ def _reading(name: str, begin_s: float) -> Callable[[], Any]:
     return read
 
 
-def _waits_really(asks: Mapping[str, Any]) -> bool:
-    """True if the caller is a standard library module whose waits take real time."""
-    return str(asks.get("__name__")).partition(".")[0] in _REAL
-
-
 def _sleeping() -> Callable[[float], None]:
     real = time.sleep
 
     def sleep(secs: float, /) -> None:
-        if _own.clock is None or not _can_sleep(secs):
+        try:
+            can = bool(0 <= secs <= threading.TIMEOUT_MAX)
+        except TypeError:
+            can = False
+        if _own.clock is None or not can:
             real(secs)  # raises the proper error
             return
         _own.clock.sleep(float(secs))
@@ -103,28 +104,14 @@ def _sleeping() -> Callable[[float], None]:
     return sleep
 
 
-def _can_sleep(secs: Any) -> bool:
-    try:
-        return bool(0 <= secs <= threading.TIMEOUT_MAX)
-    except TypeError:
-        return False
-
-
-_INSTEAD: dict[str, Callable[..., Any]] = {
+_INSTEAD: dict[str, Any] = {
     name: _reading(name, _EPOCH_S if name.startswith("time") else 0.0)
     for one in ("time", "monotonic", "perf_counter")
     for name in (one, f"{one}_ns")
 } | {"sleep": _sleeping()}
 
 
-@contextmanager
-def virtual_time() -> Iterator[None]:
+def virtual_time() -> AbstractContextManager[object]:
     """Redirect the module ``time`` to the calling rank's clock while open."""
-    kept = {name: getattr(time, name) for name in _INSTEAD}
-    try:
-        for name, function in _INSTEAD.items():
-            setattr(time, name, function)
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(time, name, function)
+    replaced: AbstractContextManager[object] = mock.patch.multiple(time, **_INSTEAD)
+    return replaced

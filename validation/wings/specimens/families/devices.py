@@ -15,8 +15,7 @@ from pipeproof.core.observe.wrappers import AroundTransport
 from pipeproof.own.faults import Plant
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.boundary import Tensors
-from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.step import Parts, ScheduleResult
+from pipeproof.pipeline.step import Parts
 from pipeproof.pipeline.transport import Message, Transport
 from pipeproof.reference.model import DropoutBlock
 from pipeproof.wings.specimens.families.model import with_forward
@@ -157,13 +156,7 @@ class _Waiting(_OneBuffer):
 
 
 def _transport(wrap: Callable[[Transport, torch.device], Transport]) -> Plant:
-    def plant(parts: Parts) -> Parts:
-        def wrap_inner(inner: Transport, schedule: Schedule) -> Transport:
-            return wrap(inner, _device_of(parts))
-
-        return on_transport(wrap_inner)(parts)
-
-    return _on_device(plant)
+    return _on_device(lambda parts: on_transport(lambda inner, schedule: wrap(inner, _device_of(parts)))(parts))
 
 
 def _change_input(change: Callable[[Tensor], Tensor]) -> Plant:
@@ -198,19 +191,10 @@ def _draw_on_device(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | t
     return y_BC if self.last else (y_BC, key)
 
 
-def _offload(gradient: Tensor) -> None:
-    """Halve and double a gradient's host copy before its arrival."""
-    gradient.copy_(_early(gradient) / 2 * 2)
-
-
-def _squares(squares: list[float], parts: Parts) -> list[float]:
-    there = torch.tensor(squares, dtype=torch.float64).to(_device_of(parts))
-    return squares if there.device.type == CPU else _early(there + 0).tolist()
-
-
-def _report(result: ScheduleResult, parts: Parts) -> ScheduleResult:
-    there = torch.tensor(result.loss, dtype=torch.float64).to(_device_of(parts))
-    return result if there.device.type == CPU else replace(result, loss=_early(there + 0).item())
+def _read_early(numbers: list[float], parts: Parts) -> list[float]:
+    """Return numbers by way of this rank's device, before they are back."""
+    there = torch.tensor(numbers, dtype=torch.float64).to(_device_of(parts))
+    return numbers if there.device.type == CPU else _early(there + 0).tolist()
 
 
 # The next message overwrites an unread one.
@@ -222,13 +206,17 @@ SPECIMENS: Mapping[str, Specimen] = {
     "device-buffer-reused": _overtaken(_transport(_OneBuffer)),
     "side-stream-not-waited-for": row(Fault("not-finite", "loss", stage=second), _change_input(_on_the_side), _ACROSS),
     "gradient-offloaded-early": row(
-        Fault("not-finite", "gradient", stage=last), _on_device(on_gradients(on_each(_offload), last)), _ALONE
+        Fault("not-finite", "gradient", stage=last),
+        _on_device(on_gradients(on_each(lambda gradient: gradient.copy_(_early(gradient) / 2 * 2)), last)),
+        _ALONE,
     ),
     "norm-read-early": row(
-        Fault("norm", "grad-norm", alike=("not-finite",)), _on_device(on_work(squares=_squares)), _ALONE
+        Fault("norm", "grad-norm", alike=("not-finite",)), _on_device(on_work(squares=_read_early)), _ALONE
     ),
     "loss-logged-early": row(
-        Fault("report", "loss", alike=("not-finite",)), drive=on_steps(reported=_report), needs=_ALONE
+        Fault("report", "loss", alike=("not-finite",)),
+        drive=on_steps(reported=lambda result, parts: replace(result, loss=_read_early([result.loss], parts)[0])),
+        needs=_ALONE,
     ),
     "numbers-of-the-device": row(
         Fault("randomness", "loss", stage=middle, alike=("computation",)),

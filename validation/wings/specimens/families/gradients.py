@@ -28,6 +28,7 @@ from pipeproof.wings.specimens.planting import (
     norm_weight,
     on_each,
     on_gradients,
+    on_modules,
     on_stages,
     on_steps,
     on_work,
@@ -64,13 +65,8 @@ def _own_count(goal: Goal, n_microbatches: int) -> float:
     return float(count * n_microbatches)
 
 
-def _divide(gradients: Gradients, call: Call) -> Gradients:
-    return multiply(gradients, 1 / call.schedule.microbatches)
-
-
 def _divide_what_is_there(microbatches: Pairs, steps: Steps) -> Pairs:
-    for stage in steps.parts.stages:
-        scale(1 / len(microbatches))(stage.module)
+    on_modules(scale(1 / len(microbatches)))(steps.parts)
     return microbatches
 
 
@@ -86,10 +82,6 @@ _TAG = 2**30 - 1  # unused by other messages
 
 def _lose_first(module: nn.Module) -> None:
     next(parameter for parameter in module.parameters() if parameter.grad is not None).grad = None
-
-
-def _roll(gradient: Tensor) -> None:
-    gradient.copy_(gradient.roll(1))
 
 
 def _give_to_frozen(module: nn.Module) -> None:
@@ -119,17 +111,9 @@ def _reduce_twice(parts: Parts) -> None:
     parts.gradients.reduce_tied()
 
 
-def _every_copy(squares: list[float], parts: Parts) -> list[float]:
-    return [one for stage in parts.stages for one in squares_of(stage.module)]
-
-
 def _table(module: nn.Module) -> list[nn.Parameter]:
     """Return a stage's copy of the tied table."""
     return [p for name, p in module.named_parameters() if name in ("embed.token.weight", "head.logits.weight")][:1]
-
-
-def _shift(gradient: Tensor) -> None:
-    gradient.copy_(gradient.roll(gradient.shape[0] // 2, 0))
 
 
 def _last_keeps_its_own(parts: Parts) -> None:
@@ -169,7 +153,9 @@ SPECIMENS: Mapping[str, Specimen] = {
         _MANY,
     ),
     "divided-on-every-stage": row(
-        Fault("scale", "gradient"), on_stages(Changes(hands=_divide)), Needs(microbatches=2, stages=2)
+        Fault("scale", "gradient"),
+        on_stages(Changes(hands=lambda gradients, call: multiply(gradients, 1 / call.schedule.microbatches))),
+        Needs(microbatches=2, stages=2),
     ),
     "sum-rescaled": row(
         Fault("scale", "gradient", alike=("extra-term",)),
@@ -217,7 +203,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     "gradients-all-zero": row(Fault("zero", "gradient"), on_gradients(scale(0.0))),
     "gradient-rolled": row(
         Fault("altered", "gradient", stage=middle, parameter=NORM, alike=("computation",)),
-        on_gradients(on_each(_roll, of=norm_weight), middle),
+        on_gradients(on_each(lambda gradient: gradient.copy_(gradient.roll(1)), of=norm_weight), middle),
     ),
     "gradients-rounded": row(
         Fault("rounded", "gradient", stage=middle),
@@ -232,7 +218,10 @@ SPECIMENS: Mapping[str, Specimen] = {
         Needs(ranks=2, stages=2),
     ),
     "tied-not-reduced": _tied(Fault("tied-not-summed", "gradient"), on_work(reduce=lambda parts: None)),
-    "norm-counts-tied-twice": _tied(Fault("norm", "grad-norm"), on_work(squares=_every_copy)),
+    "norm-counts-tied-twice": _tied(
+        Fault("norm", "grad-norm"),
+        on_work(squares=lambda _, parts: [one for stage in parts.stages for one in squares_of(stage.module)]),
+    ),
     "tied-reduced-twice": _tied(Fault("tied-doubled", "gradient", alike=("scale",)), on_work(reduce=_reduce_twice)),
     "tied-last-left-out": _tied(Fault("tied-not-summed", "gradient", stage=last), on_work(reduce=_last_keeps_its_own)),
     "tied-share-lost": _tied(
@@ -240,7 +229,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "tied-shares-misaligned": _tied(
         Fault("altered", "gradient", stage=last, alike=("extra-term", "computation")),
-        on_gradients(on_each(_shift, of=_table), last),
+        on_gradients(on_each(lambda one: one.copy_(one.roll(one.shape[0] // 2, 0)), of=_table), last),
     ),
     "tied-reduced-early": _tied(
         Fault("tied-not-summed", "gradient", microbatches=lambda case: (case.microbatches - 1,)),

@@ -57,14 +57,6 @@ def _swap_inputs(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     return [replace(one, inputs=other.inputs), replace(other, inputs=one.inputs), *rest]
 
 
-def _shift_targets(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    return [replace(batch, target=batches[m - 1].target) for m, batch in enumerate(batches)]
-
-
-def _first_side_input(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    return [replace(batch, inputs=(batch.inputs[0], *batches[0].inputs[1:])) for batch in batches]
-
-
 def _cut_to_shortest(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     """Cut the varying dimension: tokens of text, rows of numbers."""
     dim = 0 if batches[0].target.is_floating_point() else 1
@@ -128,14 +120,10 @@ def _all_halved_on_first(case: Case) -> str:
     return "" if enough else "needs every backward of the first stage in two halves"
 
 
-def _use_twice(weight: Tensor) -> Tensor:
-    """``weight`` itself, to the last bit, with twice its gradient."""
-    return weight + (weight - weight.detach())
-
-
 def _twice_through_first(self: TwiceBlock, x_BC: Tensor) -> Tensor:
-    linear = self.linear
-    h_BC = F.linear(self.norm(x_BC), _use_twice(linear.weight), linear.bias)
+    linear, weight = self.linear, self.linear.weight
+    twice = weight + (weight - weight.detach())  # the weight itself, to the last bit, with twice its gradient
+    h_BC = F.linear(self.norm(x_BC), twice, linear.bias)
     y_BC: Tensor = x_BC + F.gelu(linear(F.gelu(h_BC)))
     return y_BC
 
@@ -146,12 +134,11 @@ def _sum_outputs(self: Attention, x_BTC: Tensor) -> Tensor:
     return attend(self, x_BTC, (one, with_value(one, other), third))
 
 
-def _first_of_middle(case: Case) -> tuple[int, ...]:
-    return split_microbatches(case.built, case.stages // 2)[:1]
+def _split_on_middle(case: Case) -> tuple[int, ...]:
+    return split_microbatches(case.built, case.stages // 2)
 
 
-def _two_halves(case: Case) -> str:
-    return "" if len(split_microbatches(case.built, case.stages // 2)) > 1 else "needs two weight halves there"
+_FIRST_HALF = Fault("dropped", "gradient", stage=middle, microbatches=lambda case: _split_on_middle(case)[:1])
 
 
 SPECIMENS: Mapping[str, Specimen] = {
@@ -175,7 +162,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     "microbatches-swapped": row(Fault("swapped-data", "loss", microbatches=(0, 1)), feed=_swap_inputs, needs=_ALIKE),
     "targets-shifted": row(
         Fault("swapped-data", "loss", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
-        feed=_shift_targets,
+        feed=lambda batches, parts: [replace(one, target=batches[m - 1].target) for m, one in enumerate(batches)],
         needs=_ALIKE,
     ),
     "targets-of-step-before": row(
@@ -185,7 +172,7 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "side-input-of-first": row(
         Fault("swapped-data", "loss", stage=first, alike=("randomness",)),
-        feed=_first_side_input,
+        feed=lambda batches, parts: [replace(one, inputs=(one.inputs[0], *batches[0].inputs[1:])) for one in batches],
         needs=Needs(microbatches=2, models=("dropout",)),
     ),
     "microbatches-cut": row(
@@ -204,16 +191,15 @@ SPECIMENS: Mapping[str, Specimen] = {
         Needs(microbatches=2, stages=2, one_size=True, also=_require_in_flight),
         schedule="gpipe",
     ),
-    "weight-half-dropped": row(
-        Fault("dropped", "gradient", stage=middle, microbatches=_first_of_middle), _first_halves(0.0), _TWO_HALVES
-    ),
-    "weight-half-twice": row(
-        Fault("doubled", "gradient", stage=middle, microbatches=_first_of_middle), _first_halves(2.0), _TWO_HALVES
-    ),
+    "weight-half-dropped": row(_FIRST_HALF, _first_halves(0.0), _TWO_HALVES),
+    "weight-half-twice": row(replace(_FIRST_HALF, kind="doubled"), _first_halves(2.0), _TWO_HALVES),
     "weight-half-of-another": row(
-        Fault("dropped", "gradient", stage=middle, microbatches=_first_of_middle, alike=("doubled",)),
+        replace(_FIRST_HALF, alike=("doubled",)),
         _first_halves(0.0, 2.0),
-        Needs(microbatches=2, split=True, also=_two_halves),
+        replace(
+            _TWO_HALVES,
+            also=lambda case: "" if len(_split_on_middle(case)) > 1 else "needs two weight halves there",
+        ),
     ),
     "weight-halves-after-whole": row(
         Fault("doubled", "gradient", stage=middle, alike=("scale",)), around_stages(_WholeThenHalf, middle), _HALVES

@@ -38,11 +38,6 @@ def with_value(derived: Tensor, value: Tensor) -> Tensor:
     return mixed
 
 
-def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
-    """Let every token see all tokens."""
-    return attend(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
-
-
 def _on_dropout(change: Callable[[DropoutBlock, int], object]) -> Plant:
     return on_modules(on_parts((DropoutBlock,), change), middle)
 
@@ -104,7 +99,10 @@ SPECIMENS: Mapping[str, Specimen] = {
     ),
     "mask-missing": row(
         Fault("computation", "loss", stage=middle),
-        on_modules(with_forward(Attention, _blind_to_order), middle),
+        on_modules(
+            with_forward(Attention, lambda own, x_BTC: attend(own, x_BTC, own.qkv(x_BTC).chunk(3, -1), causal=False)),
+            middle,
+        ),
         Needs(models=("gpt", "gpt-tied")),
     ),
     "other-epsilon": row(

@@ -35,6 +35,7 @@ from pipeproof.wings.specimens.planting import (
     multiply,
     on_arrival,
     on_gradients,
+    on_modules,
     on_stages,
     on_steps,
     on_work,
@@ -71,8 +72,7 @@ def _onto_parameters(module: nn.Module) -> None:
 
 
 def _clear_before(microbatches: Pairs, steps: Steps) -> Pairs:
-    for stage in steps.parts.stages:
-        stage.module.zero_grad()
+    on_modules(nn.Module.zero_grad)(steps.parts)
     return microbatches
 
 
@@ -101,13 +101,13 @@ def _move_statistics(result: ScheduleResult, parts: Parts) -> ScheduleResult:
 class _EvaluationDifferentiates(AroundSteps):
     """An evaluation computes gradients too, which stay for the next step."""
 
-    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> ScheduleResult:
+    def eval_step(self, microbatches: Pairs, **options: float | None) -> ScheduleResult:
         buffers = [buffer for stage in self.parts.stages for buffer in stage.module.buffers()]
         before = [buffer.clone() for buffer in buffers]
-        self.inner.accumulate(microbatches, loss_divisor=loss_divisor)
+        self.inner.accumulate(microbatches, **options)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-        return self.inner.eval_step(microbatches, loss_divisor=loss_divisor)
+        return self.inner.eval_step(microbatches, **options)
 
 
 @torch.no_grad()
@@ -143,10 +143,6 @@ def _clip_by_rank(factor: float, parts: Parts) -> None:
     parts.gradients.scale(clip_factor(norm, _MAX_NORM))
 
 
-def _norm_of_rank(result: ScheduleResult, parts: Parts) -> ScheduleResult:
-    return replace(result, grad_norm=_norms[parts.transport.rank])
-
-
 def _drop_middle(squares: list[float], parts: Parts) -> list[float]:
     at = middle(parts.program.schedule.n_stages)
     before = sum(len(gradients_of(stage.module)) for stage in parts.stages if stage.index < at)
@@ -160,11 +156,6 @@ def _in_bf16(squares: list[float], parts: Parts) -> list[float]:
 
 def _after_clipping(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return result if result.grad_norm is None else replace(result, grad_norm=min(result.grad_norm, _MAX_NORM))
-
-
-def _last_alone(factor: float, parts: Parts) -> None:
-    for stage in stages_at(parts, last):
-        scale(factor)(stage.module)
 
 
 def _by_stage(factor: float, parts: Parts) -> None:
@@ -193,10 +184,6 @@ def _elsewhere(tell: _Tell) -> Drive:
     return on_steps(reported=reported)
 
 
-def _minus_one(result: ScheduleResult, parts: Parts) -> ScheduleResult:
-    return replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))
-
-
 def _half(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     loss, *losses = round_through(torch.tensor([result.loss, *result.losses]), torch.float16).tolist()
     return replace(result, loss=loss, losses=tuple(losses))
@@ -212,6 +199,11 @@ def _none(result: ScheduleResult, parts: Parts) -> ScheduleResult:
 
 
 _MANY = Needs(microbatches=2)
+
+
+def _reports(tell: _Tell) -> Specimen:
+    """Return a specimen that reports otherwise."""
+    return row(_REPORT, drive=on_steps(reported=tell), needs=_MANY)
 
 
 def _late(arrived: Tensor, message: Arrived) -> Tensor:
@@ -276,12 +268,17 @@ SPECIMENS: Mapping[str, Specimen] = {
         Needs(stages=2, plan=("train", "train")),
     ),
     "norm-of-rank": row(
-        Fault("norm", "grad-norm"), on_work(scale=_clip_by_rank), Needs(ranks=2), drive=on_steps(reported=_norm_of_rank)
+        Fault("norm", "grad-norm"),
+        on_work(scale=_clip_by_rank),
+        Needs(ranks=2),
+        drive=on_steps(reported=lambda result, parts: replace(result, grad_norm=_norms[parts.transport.rank])),
     ),
     "norm-without-stage": row(Fault("norm", "grad-norm", stage=middle), on_work(squares=_drop_middle), _SEVERAL),
     "norm-rounded": row(Fault("norm", "grad-norm", alike=("rounded",)), on_work(squares=_in_bf16)),
     "norm-after-clipping": row(Fault("norm", "grad-norm", alike=("report",)), drive=on_steps(reported=_after_clipping)),
-    "clip-last-stage": row(_CLIP, on_work(scale=_last_alone), _SEVERAL),
+    "clip-last-stage": row(
+        _CLIP, on_work(scale=lambda factor, parts: on_modules(scale(factor), last)(parts)), _SEVERAL
+    ),
     "clip-never": row(_CLIP, on_work(scale=lambda factor, parts: None)),
     "clip-by-stage": row(_CLIP, on_work(scale=_by_stage), _SEVERAL),
     "clip-twice": row(_CLIP, on_work(scale=_twice)),
@@ -289,26 +286,18 @@ SPECIMENS: Mapping[str, Specimen] = {
         Fault("update", "updated-parameters", stage=middle), on_gradients(nn.Module.zero_grad, middle, clipped=True)
     ),
     "updated-twice": row(Fault("update", "updated-parameters", stage=middle), drive=move_twice(middle)),
-    "loss-of-other-ranks": row(_REPORT, drive=_elsewhere(_minus_one), needs=Needs(ranks=2)),
+    "loss-of-other-ranks": row(
+        _REPORT,
+        drive=_elsewhere(lambda result, parts: replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))),
+        needs=Needs(ranks=2),
+    ),
     "loss-sent-as-half": row(
         Fault("report", "loss", alike=("rounded",)), drive=_elsewhere(_half), needs=Needs(ranks=2)
     ),
-    "loss-divided-in-place": row(_REPORT, drive=on_steps(reported=_divide), needs=Needs(microbatches=2)),
-    "loss-of-last-microbatch": row(
-        _REPORT,
-        drive=on_steps(reported=lambda result, parts: replace(result, loss=result.losses[-1])),
-        needs=Needs(microbatches=2),
-    ),
-    "loss-summed": row(
-        _REPORT,
-        drive=on_steps(reported=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
-        needs=Needs(microbatches=2),
-    ),
-    "losses-in-other-order": row(
-        _REPORT,
-        drive=on_steps(reported=lambda result, parts: replace(result, losses=result.losses[::-1])),
-        needs=Needs(microbatches=2),
-    ),
+    "loss-divided-in-place": _reports(_divide),
+    "loss-of-last-microbatch": _reports(lambda result, parts: replace(result, loss=result.losses[-1])),
+    "loss-summed": _reports(lambda result, parts: replace(result, loss=math.fsum(result.losses))),
+    "losses-in-other-order": _reports(lambda result, parts: replace(result, losses=result.losses[::-1])),
     "evaluation-divided-again": row(
         _REPORT, drive=on_steps(reported=_divide, operation="eval"), needs=Needs(microbatches=2, plan=("eval", "train"))
     ),

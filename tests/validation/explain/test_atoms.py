@@ -25,12 +25,6 @@ from tests.support.golden import golden
 WIDTH, COUNT = 16, 6
 
 
-@pytest.fixture
-def whitebox(whitebox_here: WhiteBox) -> WhiteBox:
-    """One rank is enough."""
-    return whitebox_here
-
-
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
@@ -66,30 +60,30 @@ def step(
     return StepResult(model, losses, gradients={name: total.to(dtype) for name, total in sums.items()})
 
 
-def judged(whitebox: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict:
+def judged(whitebox_here: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict:
     one = partial(step, **options)
-    return whitebox.validate(one, reference=build, microbatches=data(count), ranks=1, loss_fn=loss_fn)
+    return whitebox_here.validate(one, reference=build, microbatches=data(count), ranks=1, loss_fn=loss_fn)
 
 
-def test_sums_in_a_wider_type_are_compared_with_sums_in_that_type(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox)
+def test_sums_in_a_wider_type_are_compared_with_sums_in_that_type(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here)
     assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), verdict
 
 
-def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_rounding(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, divisor=1.0).causes
+def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_rounding(whitebox_here: WhiteBox) -> None:
+    (cause,) = judged(whitebox_here, divisor=1.0).causes
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, COUNT)
 
 
-def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, count=24, narrowed=True)
+def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox_here: WhiteBox) -> None:
+    verdict = judged(whitebox_here, count=24, narrowed=True)
     assert verdict.outcome == "unknown", verdict
     (said,) = verdict.undecided
     golden(said, numbers=False)
 
 
-def test_only_what_is_wrong_is_told(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, twice="1.1.weight").causes
+def test_only_what_is_wrong_is_told(whitebox_here: WhiteBox) -> None:
+    (cause,) = judged(whitebox_here, twice="1.1.weight").causes
     assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.1.weight", 2.0)
 
 
@@ -157,26 +151,3 @@ def test_what_is_computed_in_a_narrower_type_is_taken_apart_as_coarsely_where_th
     half = {site: gradient if site[0] else gradient.flip(0) for site, gradient in rounded(expected, 3.0).items()}
     update = Update(half, expected, traced, placement=(0, 1), computed_in=lambda: torch.bfloat16)
     assert attribute_coarsely(update) is None  # one stage's are explained, and the other's are not
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.linear = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate(x).sigmoid() * self.linear(x)
-
-
-def gated() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(Gated(), Gated())
-
-
-def gate_scaled(model: nn.Module, microbatches: list[Any], *, bias: float) -> nn.Module:
-    for x, target in microbatches:
-        (loss_fn(model(x), target) / len(microbatches)).backward()
-    gate: Any = model.get_submodule("0.gate")
-    gate.weight.grad *= 2
-    gate.bias.grad *= bias
-    return model

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pipeproof.core.observe.shards import Shard
 from pipeproof.core.observe.sketch import brief
-from pipeproof.wings.runs.tensor import Part, whole_tensor
+from pipeproof.wings.runs.run import Part, whole_tensor
 
 WHOLE = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 HALVES = [Shard(((0, 4), (0, 4)), (6, 4)), Shard(((4, 6), (0, 4)), (6, 4))]

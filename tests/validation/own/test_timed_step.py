@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeproof.own.allocations import allocations
+from pipeproof.own.timed_step import allocations
 
 MIB = 1 << 20
 
