@@ -265,7 +265,7 @@ def entry(one: Name) -> Iterator[str]:
 def together(names: Sequence[Name]) -> Iterator[str]:
     """What the page says of names with one guide: how they are called."""
     guide = names[0].guide
-    yield f"### {guide}\n\n[The guide]({guide}.md) explains these.\n\n```py"
+    yield f"### [{guide}]({guide}.md)\n\n```py"
     for one in names:
         yield signature(found(ast.parse((ROOT / one.file).read_text()).body, one.own), one.name, types=False)
     yield "```\n"

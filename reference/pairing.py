@@ -5,7 +5,7 @@ its gradients, if the contributions of the other pairings are known. Everything 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -124,7 +124,6 @@ class Pairing(Pairings):
         self.stages = len(layers)
         self.batches = [batch.cast(torch.float64) for batch in batches]
         self._loss_fn, self._divisor = objective(self._model, self.batches, recipe)
-        self._output_gradients: dict[Stage, list[tuple[Gradient, ...]]] = {}
         self._made: dict[tuple[Stage, int], Contributed] = {}
 
     def with_batches(self, batches: Sequence[Batch]) -> "Pairing":
@@ -137,15 +136,16 @@ class Pairing(Pairings):
     @cached_property
     def _trained(self) -> list[dict[str, Tensor]]:
         """Trained parameters by stage. Kept: the search takes as long as a small backward."""
-        rows = []
-        for layers in self._layers:
-            found: dict[int, tuple[str, Tensor]] = {}
-            for piece in (piece for layer in layers for piece in self._model.layers[layer]):
-                for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
-                    if parameter.requires_grad:
-                        found.setdefault(id(parameter), (f"{piece}.{name}", parameter))
-            rows.append(dict(found.values()))
-        return rows
+        model = self._model
+        every = [[piece for layer in layers for piece in model.layers[layer]] for layers in self._layers]
+        return [
+            trained(
+                (f"{piece}.{name}", parameter)
+                for piece in pieces
+                for name, parameter in model.get_submodule(piece).named_parameters(remove_duplicate=False)
+            )
+            for pieces in every
+        ]
 
     @cached_property
     def inputs(self) -> list[list[Tensors]]:
@@ -162,23 +162,13 @@ class Pairing(Pairings):
         with torch.no_grad():
             return [self._model.through(self._layers[-1], x) for x in self.inputs[-1]]
 
-    def output_gradients(self, stage: Stage) -> list[tuple[Gradient, ...]]:
-        """For each microbatch, the divided loss's gradients at the stage's outputs."""
-        if stage not in self._output_gradients:
-            own = range(self.microbatches)
-            if stage < self.stages - 1:
-                rows = [self.contribution(stage + 1, j).inputs for j in own]
-            else:
-                rows = [tuple(self.target(j)(self._outputs[j]) or ()) for j in own]
-            self._output_gradients[stage] = rows
-        return self._output_gradients[stage]
-
     def target(self, j: int) -> Flow:
         target = self.batches[j].target
         return loss_flow(self._outputs[j], lambda leaves: self._loss_fn(leaves[0], target) / self._divisor)
 
     def flow(self, stage: Stage, j: int) -> Flow:
-        gradients = self.output_gradients(stage)[j]
+        last = stage == self.stages - 1
+        gradients = self.target(j)(self._outputs[j]) if last else self.contribution(stage + 1, j).inputs
         return lambda _: gradients
 
     def contribution(self, stage: Stage, j: int) -> Contributed:
@@ -196,6 +186,15 @@ class Pairing(Pairings):
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         outputs = self._model.through(self._layers[stage], leaves)
         return [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
+
+
+def trained(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Trained parameters by name, each once, by its first."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def loss_flow(own: Tensors, loss: Callable[[Tensors], Tensor]) -> Flow:

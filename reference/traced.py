@@ -25,7 +25,7 @@ from pipeproof.reference.graded import ByUse, differentiate
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
 from pipeproof.reference.outputs import Place, module_of, outputs_noted
-from pipeproof.reference.pairing import Contributed, Flow, Pairings, Tensors, backward, loss_flow
+from pipeproof.reference.pairing import Contributed, Flow, Pairings, Tensors, backward, loss_flow, trained
 from pipeproof.reference.step import Gradient, Loss, Site, Stage, dense
 
 _ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
@@ -92,12 +92,7 @@ class Traced(Pairings):
             self._runs = [self._run(batch) for batch in self.batches]
 
     def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        found: dict[int, tuple[str, Tensor]] = {}
-        for owner, name in self._held:
-            leaf = self._leaves[owner, name]
-            if owner == stage and leaf.requires_grad:
-                found.setdefault(id(leaf), (name, leaf))
-        return dict(found.values())
+        return trained((name, self._leaves[owner, name]) for owner, name in self._held if owner == stage)
 
     def contribution(self, stage: Stage, j: int) -> Contributed:  # needs no stage end
         return Contributed(self._direct[j][stage], ())

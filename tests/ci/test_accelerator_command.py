@@ -20,7 +20,6 @@ from accelerator_result import PartResult, Result, Row, failing, merged, section
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
-from pipeproof.own.validator import crash_verdict
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.accelerator import Arithmetic
 from pipeproof.worlds.world import World
@@ -83,8 +82,8 @@ def test_a_row_that_goes_on_is_told_once() -> None:
         (Verdict("c", "pass", "bitwise", ()), "pass", False),
         (Verdict("c", "fail", "none", ()), "fail", True),
         (Verdict("c", "unknown", "none", ()), "unknown", False),
-        (replace(crash_verdict(CASE, None), ended="hang"), "hang", True),
-        (replace(crash_verdict(CASE, None), ended="error"), "error", True),
+        (replace(Verdict(str(CASE), "unknown", "none", ()), ended="hang"), "hang", True),
+        (replace(Verdict(str(CASE), "unknown", "none", ()), ended="error"), "error", True),
     ],
 )
 def test_a_right_case_may_be_undecided_and_may_not_fail(verdict: Verdict, word: str, wrong: bool) -> None:

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from gap_survey import Survey, main
+from gap_survey import main
 
-from pipeproof.own.case import CaseError
 from tests.support.golden import golden
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
@@ -44,10 +43,3 @@ def test_a_page_and_its_picture_are_written(tmp_path: Path, capsys: pytest.Captu
 def test_bad_input_is_a_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         main(arguments)
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(CaseError, match="--microbatches 1: expected at least 2"):
-        Survey(["mlp"], ["fp32"], [2, 1]).checked()
-    with pytest.raises(CaseError, match="unknown model 'lstm'"):
-        Survey(["lstm"], ["fp32"], [2]).checked()

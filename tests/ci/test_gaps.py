@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import gaps
 import pytest
 import torch
-from gaps import Gap, Row, measured
+from gaps import Row, measured
 from least_faults import LeastFault, Step, Total
 
 from pipeproof.core.tolerance import error
@@ -19,12 +19,6 @@ def rows() -> dict[str, Row]:
     return {dtype: measured("mlp", dtype=dtype, count=4) for dtype in ("fp32", "bf16", "fp64")}
 
 
-def gap(row: Row, fault: str) -> Gap:
-    found = row.gaps[fault]
-    assert found is not None
-    return found
-
-
 @pytest.mark.long
 def test_floors_follow_the_dtype_and_effects_do_not(rows: dict[str, Row]) -> None:
     units = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp64": 2.0**-53}
@@ -32,18 +26,17 @@ def test_floors_follow_the_dtype_and_effects_do_not(rows: dict[str, Row]) -> Non
         assert units[dtype] / 2 < min(row.permutation, row.rounding)
         assert max(row.permutation, row.rounding) < 32 * units[dtype]
         for fault in ("divisor", "drop", "LayerNorm drop"):
-            assert gap(row, fault).effect == pytest.approx(gap(rows["fp64"], fault).effect, rel=0.5)
+            assert row.gaps[fault].effect == pytest.approx(rows["fp64"].gaps[fault].effect, rel=0.5)
 
 
 def test_fp32_tells_every_fault_from_rounding_and_bf16_does_not(rows: dict[str, Row]) -> None:
     for row in (rows["fp32"], rows["fp64"]):
-        assert all(found is not None and found.decades > 1 for found in row.gaps.values())
-        assert all(found is not None and found.outcome != "pass" for found in row.gaps.values())
-    hidden = gap(rows["bf16"], "token weight")
+        assert all(found.decades > 1 and found.outcome != "pass" for found in row.gaps.values())
+    hidden = rows["bf16"].gaps["token weight"]
     assert hidden.decades < -1
     assert hidden.outcome == "pass"
     assert rows["bf16"].gaps["sum bf16"] is rows["bf16"].gaps["boundary bf16"] is None
-    assert gap(rows["bf16"], "drop").outcome == "fail"
+    assert rows["bf16"].gaps["drop"].outcome == "fail"
 
 
 def test_a_model_without_layer_norms_has_no_such_fault() -> None:
@@ -57,7 +50,7 @@ def test_a_fault_that_changes_nothing_is_unseen_by_bits_and_passes(monkeypatch: 
         yield {site: None if gradient is None else gradient.clone() for site, gradient in step.right.items()}
 
     monkeypatch.setattr(gaps, "FAULTS", (LeastFault("nothing", "nothing is wrong", same),))
-    nothing = gap(measured("mlp", dtype="fp32", count=2), "nothing")
+    nothing = measured("mlp", dtype="fp32", count=2).gaps["nothing"]
     assert (nothing.effect, nothing.outcome, nothing.unseen, nothing.variants) == (0.0, "pass", 1, 1)
     assert nothing.decades == -math.inf
 
@@ -73,7 +66,7 @@ def test_the_hardest_variant_counts_and_the_easiest_gradient(monkeypatch: pytest
 
     monkeypatch.setattr(gaps, "FAULTS", (LeastFault("two", "two variants", two),))
     row = measured("mlp", dtype="fp32", count=2)
-    found = gap(row, "two")
+    found = row.gaps["two"]
     assert found.effect == pytest.approx(5e-5, rel=1e-3)
     assert found.floor <= max(row.permutation, row.rounding)
     assert (found.outcome, found.unseen, found.variants) == ("unknown", 0, 2)
@@ -93,5 +86,4 @@ def test_fp64_and_fp32_references_tell_the_same_of_bf16() -> None:
     )
     for site, gradient in narrow.right.items():
         against = [error(gradient, other) for step in (wide, float32) if (other := step.right[site]) is not None]
-        assert gradient is not None
         assert against[0] == pytest.approx(against[1], rel=0.01)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from least_faults import FAULTS, Step, Total
-from torch import Tensor
 
 from pipeproof.core.tolerance import error
 from pipeproof.own.stages import owners
@@ -23,15 +22,7 @@ def step(model: str, dtype: str = "fp64") -> Step:
 
 
 def changed(total: Total, right: Total) -> set[Site]:
-    return {
-        site for site, gradient in right.items() if gradient is not None and not torch.equal(of(total, site), gradient)
-    }
-
-
-def of(total: Total, site: Site) -> Tensor:
-    gradient = total[site]
-    assert gradient is not None
-    return gradient
+    return {site for site, gradient in right.items() if gradient is not None and not torch.equal(total[site], gradient)}
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt-tied", "dropout", "pair"])
@@ -54,7 +45,7 @@ def test_one_token_weighs_too_much_by_a_4096th_of_its_own_gradient() -> None:
     loss = model.sum_loss(model(*batch.inputs), target) / sum(batch.tokens for batch in one.batches)
     name = "blocks.0.up.weight"
     (gradient,) = torch.autograd.grad(loss, [model.get_parameter(name)])
-    difference = of(wrong, (0, name)) - of(one.right, (0, name))
+    difference = wrong[0, name] - one.right[0, name]
     assert error(difference * 4096, gradient) < 1e-9
 
 
@@ -63,7 +54,7 @@ def test_a_divisor_of_one_token_too_many_scales_everything() -> None:
     (wrong,) = ALONE["divisor"].totals(one)
     tokens = sum(batch.tokens for batch in one.batches)
     for site in one.right:
-        assert error(of(wrong, site) * (tokens + 1) / tokens, of(one.right, site)) < 1e-12
+        assert error(wrong[site] * (tokens + 1) / tokens, one.right[site]) < 1e-12
 
 
 def test_a_layer_norm_that_misses_a_microbatch_is_wrong_alone() -> None:
@@ -74,8 +65,7 @@ def test_a_layer_norm_that_misses_a_microbatch_is_wrong_alone() -> None:
     assert changed(variants[1], one.right) == sites
     for site in sites:
         part = one.contributions[1].gradients[site]
-        assert part is not None
-        assert error(of(variants[1], site) + part, of(one.right, site)) < 1e-12
+        assert error(variants[1][site] + part, one.right[site]) < 1e-12
 
 
 def test_a_lost_microbatch_is_missing_everywhere() -> None:
@@ -85,14 +75,13 @@ def test_a_lost_microbatch_is_missing_everywhere() -> None:
     for microbatch, wrong in enumerate(variants):
         for site in one.right:
             part = one.contributions[microbatch].gradients[site]
-            assert part is not None
-            assert error(of(wrong, site) + part, of(one.right, site)) < 1e-12
+            assert error(wrong[site] + part, one.right[site]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["boundary bf16", "sum bf16"])
 def test_a_rounding_to_bf16_is_one_and_in_bf16_itself_none(name: str) -> None:
     one = step("mlp", "fp32")
-    sizes = [max(error(of(t, site), of(one.right, site)) for site in one.right) for t in ALONE[name].totals(one)]
+    sizes = [max(error(t[site], one.right[site]) for site in one.right) for t in ALONE[name].totals(one)]
     assert all(2**-16 < size < 2**-5 for size in sizes)
     narrow = step("mlp", "bf16")
     assert not any(changed(total, narrow.right) for total in ALONE[name].totals(narrow))

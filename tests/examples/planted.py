@@ -1,6 +1,7 @@
 """Faults planted in the four foreign runtimes from outside: their functions, messages, data and gradients are changed
 while a step runs. Each has the cause that is to be named."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -59,6 +60,29 @@ def changed(owner: Any, name: str, change: Callable[..., Any], *, on: Sequence[i
         yield
 
 
+def at_call(
+    number: int,
+    owner: Any,
+    name: str,
+    change: Callable[..., Any],
+    *,
+    on: Sequence[int],
+    counts: Callable[..., bool] = lambda *given: True,
+) -> Callable[[], Any]:
+    """The call of this ``number``, from 1, of those of ``owner.name`` that count is ``change(the original, ...)``."""
+
+    def during() -> Any:
+        calls = itertools.count(1)
+
+        def instead(original: Any, *given: Any, **named: Any) -> Any:
+            there = counts(*given) and next(calls) == number
+            return change(original, *given, **named) if there else original(*given, **named)
+
+        return changed(owner, name, instead, on=on)
+
+    return during
+
+
 def on_gradients(rank: int, change: Callable[[Tensor], Tensor | None], part: int = 0) -> Callable[..., Any]:
     """When the step is over, ``change`` the gradients of one of a rank's modules."""
 
@@ -72,11 +96,14 @@ def on_gradients(rank: int, change: Callable[[Tensor], Tensor | None], part: int
     return around
 
 
-def with_data(rank: int, order: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
-    """One rank's microbatches are others."""
+def with_data(rank: int, *, targets: Sequence[int] = (), inputs: Sequence[int] = ()) -> Callable[..., Any]:
+    """One rank's microbatches have the first of their targets, or of their inputs, in another order."""
 
     def around(step: Step, model: Any, microbatches: Any) -> Any:
-        return step(model, order(microbatches) if dist.get_rank() == rank else microbatches)
+        xs, ys = ([*one] for one in zip(*microbatches, strict=True))
+        for those, order in ((xs, inputs), (ys, targets)):
+            those[: len(order)] = [those[k] for k in order]
+        return step(model, [*zip(xs, ys, strict=True)] if dist.get_rank() == rank else microbatches)
 
     return around
 
@@ -91,19 +118,6 @@ def undivided() -> Any:
         self.live[-1] = x, y * len(self.microbatches)
 
     return changed(OneFOneB, "forward", forward, on=[RANKS - 1])
-
-
-def last_backward_forgotten() -> Any:
-    done = [0]
-
-    def backward(original: Any, self: OneFOneB) -> None:
-        done[0] += 1
-        if done[0] < COUNT:
-            original(self)
-        else:
-            self.receive(self.rank + 1)
-
-    return changed(OneFOneB, "backward", backward, on=[0])
 
 
 def activations_crossed() -> Any:
@@ -135,38 +149,12 @@ def one_buffer() -> Any:
     return changed(OneFOneB, "receive", receive, on=[2])
 
 
-def other_labels(microbatches: list[Any]) -> list[Any]:
-    targets = [target for _, target in microbatches]
-    targets[4], targets[5] = targets[5], targets[4]
-    return [(x, target) for (x, _), target in zip(microbatches, targets, strict=True)]
-
-
-def zero_sent_back() -> Any:
-    sent = [0]
-
-    def send(original: Any, self: OneFOneB, tensor: Tensor, peer: int) -> None:
-        if peer < self.rank:
-            sent[0] += 1
-            tensor = torch.zeros_like(tensor) if sent[0] == 2 else tensor
-        original(self, tensor, peer)
-
-    return changed(OneFOneB, "send", send, on=[2])
-
-
-def with_norm(total: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The step also reports a norm, from every rank's own one."""
-
-    def around(step: Step, model: Any, microbatches: Any) -> Any:
-        stage, losses = step(model, microbatches)
-        own = torch.stack([p.grad.double().norm() for p in stage.parameters()]).norm()
-        return stage, losses, total(own)
-
-    return around
-
-
-def norms_added(own: Tensor) -> Tensor:
-    dist.all_reduce(own)
-    return own
+def norms_added(step: Step, model: Any, microbatches: Any) -> Any:
+    """The step also reports a norm, the sum of every rank's own one."""
+    stage, losses = step(model, microbatches)
+    total = torch.stack([p.grad.double().norm() for p in stage.parameters()]).norm()
+    dist.all_reduce(total)
+    return stage, losses, total
 
 
 # The interleaved loop.
@@ -188,24 +176,9 @@ def chunks_exchanged(step: Step, model: Any, microbatches: Any) -> Any:
     return step(other, microbatches)
 
 
-def inputs_exchanged(microbatches: list[Any]) -> list[Any]:
-    return [microbatches[1], microbatches[0], *microbatches[2:]]
-
-
-def divided(output: Tensor, target: Tensor) -> Tensor:
-    return loss_fn(output, target) / COUNT
-
-
-def backward_twice() -> Any:
-    done = [0]
-
-    def backward(original: Any, self: Tensor, gradient: Tensor | None = None, **more: Any) -> None:
-        done[0] += 1
-        if done[0] == 1:  # of the later chunk, and of microbatch 0
-            original(self, gradient, retain_graph=True)
-        original(self, gradient, **more)
-
-    return changed(torch.Tensor, "backward", backward, on=[2])
+def backward_twice(original: Any, self: Tensor, gradient: Tensor | None = None, **more: Any) -> None:
+    original(self, gradient, retain_graph=True)
+    original(self, gradient, **more)
 
 
 def gradients_crossed() -> Any:
@@ -215,38 +188,13 @@ def gradients_crossed() -> Any:
     return changed(Links, "send", send, on=[3])
 
 
-def losses_reversed(step: Step, model: Any, microbatches: Any) -> Any:
-    made, losses = step(model, microbatches)
-    return made, losses[::-1]
-
-
 # The store of weight gradients.
 
 
-def last_put_off_forever() -> Any:
-    done = [0]
-
-    def pop(original: Any, self: WeightGradStore) -> None:
-        done[0] += 1
-        if done[0] < COUNT:
-            original(self)
-        else:
-            self.queue.clear()
-
-    return changed(WeightGradStore, "pop", pop, on=[1])
-
-
-def put_off_twice() -> Any:
-    done = [0]
-
-    def pop(original: Any, self: WeightGradStore) -> None:
-        done[0] += 1
-        if done[0] == 1:
-            self.queue.appendleft(self.queue[0])
-            original(self)
-        original(self)
-
-    return changed(WeightGradStore, "pop", pop, on=[3])
+def put_off_twice(original: Any, self: WeightGradStore) -> None:
+    self.queue.appendleft(self.queue[0])
+    original(self)
+    original(self)
 
 
 def latest_activation() -> Any:
@@ -298,69 +246,71 @@ def wrong_layers(step: Step, model: Any, microbatches: Any) -> Any:
     return step(shifted, microbatches)
 
 
-def targets_shifted(microbatches: list[Any]) -> list[Any]:
-    targets = [target for _, target in microbatches]
-    return [(x, target) for (x, _), target in zip(microbatches, targets[1:] + targets[:1], strict=True)]
-
-
-def cleared_midway() -> Any:
-    def backward_one_chunk(original: Any, self: Any, microbatch: int, *more: Any, **named: Any) -> Any:
-        made = original(self, microbatch, *more, **named)
-        if microbatch == 2:
-            self.submod.zero_grad(set_to_none=True)
-        return made
-
-    return changed(PipelineStage, "backward_one_chunk", backward_one_chunk, on=[1])
-
-
-def uphill(output: Tensor, target: Tensor) -> Tensor:
-    return -loss_fn(output, target)
-
-
-def scaled_back() -> Any:
-    """One stage hands on twice the gradient that it should."""
+def after_backward(rank: int, change: Callable[[Any, int], object]) -> Callable[[], Any]:
+    """``change``, which is given the stage and the microbatch, follows each of a rank's backwards."""
 
     def backward_one_chunk(original: Any, self: Any, microbatch: int, *more: Any, **named: Any) -> Any:
         made = original(self, microbatch, *more, **named)
-        self.bwd_cache[microbatch] = tuple(2 * one for one in self.bwd_cache[microbatch])
+        change(self, microbatch)
         return made
 
-    return changed(PipelineStage, "backward_one_chunk", backward_one_chunk, on=[2])
+    return lambda: changed(PipelineStage, "backward_one_chunk", backward_one_chunk, on=[rank])
+
+
+def clear_midway(stage: Any, microbatch: int) -> None:
+    if microbatch == 2:
+        stage.submod.zero_grad(set_to_none=True)
+
+
+def scale_back(stage: Any, microbatch: int) -> None:
+    """What it hands on is twice the gradient that it should be."""
+    stage.bwd_cache[microbatch] = tuple(2 * one for one in stage.bwd_cache[microbatch])
 
 
 FAULTS = (
     Planted("undivided", hand_written, "scale", undivided),
-    Planted("last backward forgotten", hand_written, "dropped", last_backward_forgotten, rank=0, stage=0,
-            microbatches=(7,)),
+    Planted("last backward forgotten", hand_written, "dropped",
+            at_call(COUNT, OneFOneB, "backward", lambda original, self: self.receive(self.rank + 1), on=[0]),
+            rank=0, stage=0, microbatches=(7,)),
     Planted("negated", hand_written, "sign", around=on_gradients(2, lambda g: -g), rank=2, stage=2),
     Planted("activations crossed", hand_written, "wrong-message", activations_crossed, rank=2, stage=2,
             microbatches=(2, 3), alike=("mispaired", "swapped-activations")),
     Planted("one buffer", hand_written, "overwritten", one_buffer, rank=2, stage=2,
             alike=("swapped-activations",)),
-    Planted("other labels", hand_written, "swapped-data", around=with_data(3, other_labels), microbatches=(4, 5)),
-    Planted("zero sent back", hand_written, "altered", zero_sent_back, rank=1, stage=1, microbatches=(1,),
-            alike=("dropped",)),
-    Planted("norms added", hand_written, "norm", around=with_norm(norms_added)),
+    Planted("other labels", hand_written, "swapped-data", around=with_data(3, targets=(0, 1, 2, 3, 5, 4)),
+            microbatches=(4, 5)),
+    Planted("zero sent back", hand_written, "altered",
+            at_call(2, OneFOneB, "send", lambda original, self, sent, peer: original(self, sent * 0, peer),
+                    on=[2], counts=lambda self, sent, peer: peer < self.rank),
+            rank=1, stage=1, microbatches=(1,), alike=("dropped",)),
+    Planted("norms added", hand_written, "norm", around=norms_added),
     Planted("rounded message", interleaved, "rounded", rounded_message, rank=3, stage=3),
     Planted("chunks exchanged", interleaved, "partition", around=chunks_exchanged, rank=1),
-    Planted("inputs exchanged", interleaved, "swapped-data", around=with_data(0, inputs_exchanged),
+    Planted("inputs exchanged", interleaved, "swapped-data", around=with_data(0, inputs=(1, 0), targets=(1, 0)),
             microbatches=(0, 1)),
-    Planted("divided twice", interleaved, "scale", names={"loss_fn": divided}),
-    Planted("backward twice", interleaved, "doubled", backward_twice, rank=2, stage=6, microbatches=(0,)),
+    Planted("divided twice", interleaved, "scale",
+            names={"loss_fn": lambda output, target: loss_fn(output, target) / COUNT}),
+    Planted("backward twice", interleaved, "doubled",  # of the later chunk, and of microbatch 0
+            at_call(1, torch.Tensor, "backward", backward_twice, on=[2]), rank=2, stage=6, microbatches=(0,)),
     Planted("stage doubled", interleaved, "scale", around=on_gradients(2, lambda g: 2 * g, 1), rank=2, stage=6),
     Planted("gradients crossed", interleaved, "wrong-message", gradients_crossed, rank=2, stage=2,
             microbatches=(0, 1), alike=("mispaired", "swapped-gradients")),
-    Planted("losses reversed", interleaved, "report", around=losses_reversed, rank=3),
-    Planted("last put off forever", zero_bubble, "dropped", last_put_off_forever, rank=1, stage=1, microbatches=(7,)),
-    Planted("put off twice", zero_bubble, "doubled", put_off_twice, rank=3, stage=3, microbatches=(0,)),
+    Planted("losses reversed", interleaved, "report", rank=3,
+            around=lambda step, *given: (lambda made, losses: (made, losses[::-1]))(*step(*given))),
+    Planted("last put off forever", zero_bubble, "dropped",
+            at_call(COUNT, WeightGradStore, "pop", lambda original, self: self.queue.clear(), on=[1]),
+            rank=1, stage=1, microbatches=(7,)),
+    Planted("put off twice", zero_bubble, "doubled", at_call(1, WeightGradStore, "pop", put_off_twice, on=[3]),
+            rank=3, stage=3, microbatches=(0,)),
     Planted("latest activation", zero_bubble, "swapped-activations", latest_activation, rank=1, stage=1),
     Planted("bias forgotten", zero_bubble, "missing", bias_forgotten, rank=2, stage=2),
     Planted("not added", zero_bubble, "dropped", not_added, rank=1, stage=1, microbatches=(0, 1, 2, 3, 4, 5, 6)),
     Planted("weights of another layer", zero_bubble, "partition", around=weights_of_another_layer, rank=1, stage=1),
     Planted("unscaled", pipelining, "scale", around=lambda step, model, data: step(model, data, fault="unscaled")),
     Planted("wrong layers", pipelining, "partition", around=wrong_layers),
-    Planted("targets shifted", pipelining, "swapped-data", around=with_data(3, targets_shifted)),
-    Planted("cleared midway", pipelining, "dropped", cleared_midway, rank=1, stage=1, microbatches=(0, 1, 2)),
-    Planted("uphill", pipelining, "sign", names={"loss_fn": uphill}),
-    Planted("scaled back", pipelining, "scale", scaled_back, rank=1, stage=1),
+    Planted("targets shifted", pipelining, "swapped-data", around=with_data(3, targets=(1, 2, 3, 4, 5, 6, 7, 0))),
+    Planted("cleared midway", pipelining, "dropped", after_backward(1, clear_midway), rank=1, stage=1,
+            microbatches=(0, 1, 2)),
+    Planted("uphill", pipelining, "sign", names={"loss_fn": lambda output, target: -loss_fn(output, target)}),
+    Planted("scaled back", pipelining, "scale", after_backward(2, scale_back), rank=1, stage=1),
 )  # fmt: skip

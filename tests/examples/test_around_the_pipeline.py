@@ -5,36 +5,19 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from around_the_pipeline import (
-    RANKS,
-    REPLICAS,
-    WIDTH,
-    build_model,
-    recomputing,
-    replicated,
-    sharded,
-    sharded_by_hand,
-)
+from around_the_pipeline import RANKS, REPLICAS, WIDTH, build_model, recomputing, replicated, sharded, sharded_by_hand
 from torch import nn
 
-from pipeproof.core.verdict import Mismatch, Size, Verdict
+from pipeproof.core.verdict import Mismatch, Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-
-KINDS = ["1F1B", "ZB-H1"]
+from tests.support.steps import pairs
+from tests.support.sweeps import some
 
 
 def judged(whitebox: WhiteBox, step: Callable[..., Any]) -> Verdict:
-    draw = torch.Generator().manual_seed(0)
-    microbatches = [(torch.randn(3, WIDTH, generator=draw), torch.randn(3, WIDTH, generator=draw)) for _ in range(8)]
-    return whitebox.validate(
-        step,
-        reference=build_model,
-        microbatches=microbatches,
-        loss_fn=nn.functional.mse_loss,
-        ranks=REPLICAS,
-    )
+    data, loss_fn = pairs(8, rows=3, width=WIDTH), nn.functional.mse_loss
+    return whitebox.validate(step, reference=build_model, microbatches=data, loss_fn=loss_fn, ranks=REPLICAS)
 
 
 def failing(verdict: Verdict) -> set[str]:
@@ -45,42 +28,27 @@ def first(verdict: Verdict, law: str) -> Mismatch:
     return next(mismatch for mismatch in verdict.mismatches if mismatch.law == law)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_in_ddp(whitebox: WhiteBox, kind: str) -> None:
-    verdict = judged(whitebox, partial(replicated, kind=kind))
+RIGHT: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {  # a step, and how much of what is compared
+    "ddp": (replicated, {"replicas": 8 * 2, "loss": RANKS * 4, "grad-norm": RANKS}),
+    # Initial weights as they were gathered for the forward.
+    "fully_shard": (sharded, {"shards": 8, "initial-weights": 16, "grad-norm": RANKS}),
+    "shards with their index": (sharded_by_hand, {"shards": 8}),
+    "recompute": (recomputing, {"gradient": 8}),
+    "recompute, reentrant": (partial(recomputing, reentrant=True), {"gradient": 8}),
+}
+
+
+@pytest.mark.parametrize("kind", ["1F1B", "ZB-H1"])
+@pytest.mark.parametrize("name", some(RIGHT, left=["shards with their index"]))
+def test_what_is_around_the_pipeline_passes(whitebox: WhiteBox, name: str, kind: str) -> None:
+    step, counts = RIGHT[name]
+    verdict = judged(whitebox, partial(step, kind=kind))
     verdict.raise_if_failed()
     assert verdict.outcome == "pass"
-    assert verdict.law("replicas").checked == 8 * 2
-    assert verdict.law("loss").checked == RANKS * 4
-    assert verdict.law("grad-norm").checked == RANKS
-    assert verdict.law("shards").outcome == "not applicable"
-    assert verdict.law("boundaries").checked >= 8 * 2 * 4 - 8, "gradients at boundaries too, a replica's scale and all"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_of_fully_shard(whitebox: WhiteBox, kind: str) -> None:
-    verdict = judged(whitebox, partial(sharded, kind=kind))
-    verdict.raise_if_failed()
-    assert verdict.outcome == "pass"
-    assert verdict.law("shards").checked == 8
-    assert verdict.law("initial-weights").checked == 16, "as they were gathered for the forward"
-    assert verdict.law("grad-norm").checked == RANKS
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_with_their_index(whitebox: WhiteBox, kind: str) -> None:
-    verdict = judged(whitebox, partial(sharded_by_hand, kind=kind))
-    verdict.raise_if_failed()
-    assert (verdict.outcome, verdict.law("shards").checked) == ("pass", 8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recompute(whitebox: WhiteBox, kind: str, reentrant: bool) -> None:
-    verdict = judged(whitebox, partial(recomputing, kind=kind, reentrant=reentrant))
-    verdict.raise_if_failed()
-    assert (verdict.outcome, verdict.law("gradient").checked) == ("pass", 8)
+    assert {law: verdict.law(law).checked for law in counts} == counts
+    if name == "ddp":
+        assert verdict.law("shards").outcome == "not applicable"
+        assert verdict.law("boundaries").checked >= 8 * 2 * 4 - 8, "gradients at boundaries too, a replica's scale too"
 
 
 def test_a_replica_that_is_not_reduced(whitebox: WhiteBox) -> None:
@@ -96,9 +64,7 @@ def test_a_replica_that_is_not_reduced(whitebox: WhiteBox) -> None:
 def test_a_mean_where_a_sum_was_meant(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(replicated, fault="mean for sum"))
     assert failing(verdict) == {"gradient"}
-    found = first(verdict, "gradient").observed
-    assert isinstance(found, Size)
-    assert found.factor == pytest.approx(0.5)
+    assert first(verdict, "gradient").observed.factor == pytest.approx(0.5)
     golden(verdict.causes[0].detail)
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -15,9 +15,7 @@ from tests.support import in_turn
 from tests.support.golden import golden
 from tests.support.guides import shown
 from tests.support.once import once
-from tests.support.warm_start import Ended
 
-Launch = Callable[..., Ended]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
 REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
 
@@ -41,15 +39,13 @@ REPLICATED = {  # on four
 }
 
 
-class Ended(NamedTuple):
-    """How a script ended: the statuses of its ranks, and what was said of each step that was checked."""
+JOBS = {  # of each script: on how many ranks, its records with the options that write them, and its runs
+    "training": (SCRIPT, 2, {"x": ()}, TRAINING),
+    "replicated": (REPLICAS, 4, {model: ("--model", model) for model in ("plain", "tied")}, REPLICATED),
+}
 
-    statuses: set[int]
-    verdicts: list[str]
 
-
-def verdicts(output: str) -> list[str]:
-    return re.split(r"(?m)^(?=PASS|FAIL|UNKNOWN)", output)[1:]
+Ended = tuple[set[int], list[str]]  # the statuses of a script's ranks, and what was said of each step that was checked
 
 
 def compared(verdict: str) -> dict[str, int]:
@@ -58,45 +54,30 @@ def compared(verdict: str) -> dict[str, int]:
 
 
 @pytest.fixture
-def training(torchrun: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    def work() -> list[object]:
-        folder = tmp_path_factory.mktemp("training")
-        assert in_turn.as_main(SCRIPT, "--write", str(folder / "x")) == (0, "")
-        return all_in_turn(torchrun, folder, SCRIPT, TRAINING, ranks=2)
+def ended(torchrun: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """How a run ended; the first of its job that is asked for starts all of them."""
 
-    return of_ranks(TRAINING, once(tmp_path_factory, "training", work))
+    def find(run: str) -> Ended:
+        script, ranks, records, runs = JOBS[job := "training" if run in TRAINING else "replicated"]
 
+        def work() -> list[object]:
+            folder = tmp_path_factory.mktemp(job)
+            for record, options in records.items():
+                assert in_turn.as_main(script, *options, "--write", str(folder / record)) == (0, "")
+            given = json.dumps([(script, *options) for options in runs.values()])
+            done = torchrun(folder, in_turn.__file__, given, str(folder), ranks=ranks)
+            assert done.returncode == 0, done.stdout
+            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
-@pytest.fixture
-def replicated(torchrun: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    def work() -> list[object]:
-        folder = tmp_path_factory.mktemp("replicated")
-        for model in ("plain", "tied"):
-            assert in_turn.as_main(REPLICAS, "--model", model, "--write", str(folder / model)) == (0, "")
-        return all_in_turn(torchrun, folder, REPLICAS, REPLICATED, ranks=4)
+        of_ranks = [one[[*runs].index(run)] for one in once(tmp_path_factory, job, work)]
+        output = "".join(said for _, said in of_ranks)
+        return {status for status, _ in of_ranks}, re.split(r"(?m)^(?=PASS|FAIL|UNKNOWN)", output)[1:]
 
-    return of_ranks(REPLICATED, once(tmp_path_factory, "replicated", work))
-
-
-def all_in_turn(
-    torchrun: Launch, folder: Path, script: str, runs: dict[str, tuple[str, ...]], *, ranks: int
-) -> list[object]:
-    """For each rank what each run came to."""
-    given = json.dumps([(script, *options) for options in runs.values()])
-    done = torchrun(folder, in_turn.__file__, given, str(folder), ranks=ranks)
-    assert done.returncode == 0, done.stdout
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return find
 
 
-def of_ranks(runs: dict[str, tuple[str, ...]], ended: list[list[tuple[int, str]]]) -> dict[str, Ended]:
-    return {
-        name: Ended({status for status, _ in of_run}, verdicts("".join(said for _, said in of_run)))
-        for name, of_run in zip(runs, zip(*ended, strict=True), strict=True)
-    }
-
-
-def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(training: dict[str, Ended]) -> None:
-    statuses, (right, wrong) = training["beside the model"]
+def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(ended: Callable[[str], Ended]) -> None:
+    statuses, (right, wrong) = ended("beside the model")
     assert statuses == {1}
     assert right.startswith("PASS 54 comparisons")
     assert {"gradient": 16, "loss": 4, "grad-norm": 2}.items() <= compared(right).items(), "one norm of each rank"
@@ -104,8 +85,8 @@ def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(training:
     golden(wrong, lines="^FAIL|^  replay")
 
 
-def test_a_record_judges_the_update_too_and_no_step_from_other_weights(training: dict[str, Ended]) -> None:
-    statuses, (right, later) = training["record"]
+def test_a_record_judges_the_update_too_and_no_step_from_other_weights(ended: Callable[[str], Ended]) -> None:
+    statuses, (right, later) = ended("record")
     assert statuses == {3}
     assert right.startswith("PASS 70 comparisons")
     assert compared(right)["updated-parameters"] == 16
@@ -113,20 +94,20 @@ def test_a_record_judges_the_update_too_and_no_step_from_other_weights(training:
 
 
 @pytest.mark.sweep
-def test_a_record_names_what_its_sums_tell_and_no_more(training: dict[str, Ended]) -> None:
+def test_a_record_names_what_its_sums_tell_and_no_more(ended: Callable[[str], Ended]) -> None:
     for fault, words in (
         ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4 = the number of microbatches\n"),
         ("dropped", "cause     unknown: the evidence does not decide\n +open +stage 0: no mix of the reference"),
     ):
-        statuses, (wrong,) = training[fault]
+        statuses, (wrong,) = ended(fault)
         assert statuses == {1}
         assert re.search(words, wrong), wrong
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", ["plain", "tied"])
-def test_replicas_and_copies_that_are_right_pass(replicated: dict[str, Ended], model: str) -> None:
-    statuses, (verdict,) = replicated[model]
+def test_replicas_and_copies_that_are_right_pass(ended: Callable[[str], Ended], model: str) -> None:
+    statuses, (verdict,) = ended(model)
     assert statuses == {0}
     assert verdict.startswith("PASS"), verdict
     assert compared(verdict)["loss"] == 4, "each replica's own two"
@@ -148,23 +129,23 @@ def test_replicas_and_copies_that_are_right_pass(replicated: dict[str, Ended], m
     ],
 )
 def test_replicas_and_copies_that_were_not_summed_are_named(
-    replicated: dict[str, Ended], fault: str, words: str
+    ended: Callable[[str], Ended], fault: str, words: str
 ) -> None:
-    statuses, (verdict,) = replicated[fault]
+    statuses, (verdict,) = ended(fault)
     assert statuses == {1}
     assert verdict.startswith("FAIL gradient ("), verdict
     assert re.search(words, verdict), verdict
 
 
 @pytest.mark.sweep
-def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, Ended]) -> None:
+def test_replicas_against_a_record_and_what_nobody_said(ended: Callable[[str], Ended]) -> None:
     for run, status, words in (
         ("plain record", 0, "PASS 68 comparisons"),
         ("tied record", 3, "UNKNOWN parameters-once: first.weight is in 2 sta"),
     ):
-        statuses, (verdict,) = replicated[run]
+        statuses, (verdict,) = ended(run)
         assert (statuses, verdict[: len(words)]) == ({status}, words), verdict
     for run in ("total", "all given"):
-        statuses, (verdict,) = replicated[run]
+        statuses, (verdict,) = ended(run)
         assert statuses == {3}
         golden(verdict, lines=r"^UNKNOWN| pass +\S+,")

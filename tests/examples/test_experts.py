@@ -25,20 +25,35 @@ from pipeproof.wings.primitives.stacked import reference_of, run, validate_stack
 from pipeproof.wings.primitives.stacks import Stack
 from tests.support.golden import golden
 from tests.support.judgements import counting_judgements
-from tests.support.steps import pairs
+from tests.support.steps import backward, pairs, sgd
 from tests.support.sweeps import SWEEP, some
 
 Change = Callable[[nn.Sequential], object]
 WRONG = 1, 1  # the rank and the layer in its stage where choices are wrong
 
 
-def build_apart() -> nn.Sequential:
-    """As ``build_model``, but that the last stage's tokens have no scores that are nearly equal."""
+def build_otherwise(layers: slice, experts: slice) -> nn.Sequential:
+    """As ``build_model``, but that in these layers the scores of these experts are not nearly equal."""
     model = build_model()
     with torch.no_grad():
-        for layer in model[2:]:
-            layer.moe.gate.weight.normal_()
+        for layer in model[layers]:
+            layer.moe.gate.weight[experts].normal_()
     return model
+
+
+EVERY = slice(None)
+build_apart, build_wide = partial(build_otherwise, slice(2, None), EVERY), partial(build_otherwise, EVERY, EVERY)
+build_some = partial(build_otherwise, EVERY, slice(2))
+
+
+def computed(moe: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """What the chosen experts make of each token."""
+    made = torch.stack([expert(x) for expert in moe.experts], dim=1)
+    return (made[torch.arange(len(x)).unsqueeze(1), chosen] * weights.unsqueeze(-1)).sum(1)
+
+
+def nothing(stage: nn.Sequential) -> None:
+    """No change."""
 
 
 def in_halves(stage: nn.Sequential) -> None:
@@ -54,12 +69,14 @@ def chosen_by(of: Callable[[Experts, Tensor], Tensor], stage: nn.Sequential) -> 
         moe = stage[number].moe
 
         def forward(x: Tensor) -> Tensor:
-            chosen, scores = of(moe, x).topk(2).indices, moe.gate(x).softmax(-1)
-            made = torch.stack([expert(x) for expert in moe.experts], dim=1)
-            rows = torch.arange(len(x)).unsqueeze(1)
-            return (made[rows, chosen] * scores[rows, chosen].unsqueeze(-1)).sum(1)
+            chosen = of(moe, x).topk(2).indices
+            return computed(moe, x, moe.gate(x).softmax(-1).gather(1, chosen), chosen)
 
         moe.forward = forward
+
+
+def biased(moe: Experts, x: Tensor) -> Tensor:
+    return moe.gate(x).softmax(-1) + torch.tensor([0.0, 0.05, 0.0, 0.0])
 
 
 def of_the_batch_before(held: list[Tensor], moe: Experts, x: Tensor) -> Tensor:
@@ -81,7 +98,7 @@ class _Turned:
 
 
 def step(
-    model: nn.Sequential, microbatches: list[Any], *, change: Change = in_halves, end: Change = lambda stage: None
+    model: nn.Sequential, microbatches: list[Any], *, change: Change = in_halves, end: Change = nothing
 ) -> tuple[nn.Module, list[Tensor]]:
     stage = watch(model[2 * dist.get_rank() :][:2])
     change(stage)
@@ -98,10 +115,6 @@ def judged(whitebox: WhiteBox, of_step: Any = step, **more: Any) -> Verdict:
 def routed(verdict: Verdict) -> None:
     """Compare what is said of the choices; how many rounding changes is the processor's."""
     golden(re.sub(r"\d+(?= of \d+ tokens| by )", "#", verdict.law("routing").note))
-
-
-def nothing(stage: nn.Sequential) -> None:
-    pass
 
 
 def test_the_same_sums_are_equal_bit_for_bit(whitebox: WhiteBox) -> None:
@@ -136,9 +149,7 @@ class Groups(Experts):
         left = torch.zeros(len(x), 4).scatter(1, groups, 1.0).bool().unsqueeze(-1)
         chosen = scores.masked_fill(~left, -torch.inf).flatten(1).topk(2, sorted=False).indices
         weights = shares.gather(1, chosen)
-        made = torch.stack([expert(x) for expert in self.experts], dim=1)
-        rows = torch.arange(len(x)).unsqueeze(1)
-        return (made[rows, chosen] * (weights / weights.sum(-1, keepdim=True)).unsqueeze(-1)).sum(1)
+        return computed(self, x, weights / weights.sum(-1, keepdim=True), chosen)
 
 
 class Capacity(Experts):
@@ -148,15 +159,13 @@ class Capacity(Experts):
         weights, chosen = self.gate(x).softmax(-1).max(dim=-1)
         shares = nn.functional.one_hot(chosen, 4) * weights.unsqueeze(-1)
         kept = torch.zeros_like(shares).scatter(0, shares.topk(5, dim=0).indices, 1.0)
-        made = torch.stack([expert(x) for expert in self.experts], dim=1)
-        rows = torch.arange(len(x))
-        return made[rows, chosen] * (weights * kept[rows, chosen]).unsqueeze(-1)
+        one = chosen.unsqueeze(1)
+        return computed(self, x, weights.unsqueeze(1) * kept.gather(1, one), one)
 
 
 def built_of(kind: type[Experts]) -> nn.Sequential:
     with mock.patch("my_experts.Experts", kind):
-        model = build_model()
-    return model
+        return build_model()
 
 
 @pytest.mark.sweep
@@ -226,7 +235,7 @@ def test_a_fault_beside_tokens_that_change_is_found(whitebox: WhiteBox, fault: d
 @pytest.mark.parametrize(
     ("scores", "told"),
     [
-        (lambda moe, x: moe.gate(x).softmax(-1) + torch.tensor([0.0, 0.05, 0.0, 0.0]), ""),
+        (biased, ""),
         pytest.param(lambda moe, x: x @ moe.gate.weight.detach().flip(0).T, "", marks=SWEEP),
         (lambda moe, x: (moe.gate(x) + 64).bfloat16(), "by scores in bfloat16, not float32"),
         pytest.param(partial(of_the_batch_before, []), "", marks=SWEEP),
@@ -256,19 +265,9 @@ def by_sorting(stage: nn.Sequential) -> None:
             scores = moe.gate(x).softmax(-1)
             scores.detach().flip(-1).topk(2)
             weights, chosen = (one[:, :2] for one in scores.sort(descending=True, stable=True))
-            made = torch.stack([expert(x) for expert in moe.experts], dim=1)
-            return (made[torch.arange(len(x)).unsqueeze(1), chosen] * weights.unsqueeze(-1)).sum(1)
+            return computed(moe, x, weights, chosen)
 
         moe.forward = forward
-
-
-def build_wide() -> nn.Sequential:
-    """As ``build_model``, but that no token has nearly equal scores."""
-    model = build_model()
-    with torch.no_grad():
-        for layer in model:
-            layer.moe.gate.weight.normal_()
-    return model
 
 
 @pytest.mark.sweep
@@ -280,7 +279,7 @@ def test_choices_that_nothing_was_computed_with_decide_nothing(whitebox: WhiteBo
 
 @pytest.mark.sweep
 def test_only_an_explanation_plays_the_step_once_more(whitebox: WhiteBox) -> None:
-    change = partial(chosen_by, lambda moe, x: moe.gate(x).softmax(-1) + torch.tensor([0.0, 0.05, 0.0, 0.0]))
+    change = partial(chosen_by, biased)
     with mock.patch.object(step_verdict, "_is_right", return_value=False), counting_judgements() as operations:
         verdict = judged(whitebox, partial(step, change=change), reference=build_apart)
     assert (verdict.outcome, operations) == ("fail", [0])
@@ -314,23 +313,12 @@ def test_a_stage_whose_tokens_changed_by_rounding_is_not_to_blame_for_a_later_on
 def test_ranks_with_the_same_tokens_choose_alike(whitebox: WhiteBox) -> None:
     def whole(model: nn.Sequential, microbatches: list[Any], *, change: Change) -> tuple[nn.Module, list[float]]:
         change(model)
-        losses = [loss_fn(model(x), target) for x, target in microbatches]
-        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
-        return model, [loss.item() for loss in losses]
+        return model, backward(model, microbatches, by=loss_fn)
 
     assert judged(whitebox, partial(whole, change=in_halves), ranks={"tp": 2}).outcome == "pass"
     of_one = partial(whole, change=lambda model: in_halves(model) if dist.get_rank() else None)
     found = [m for m in judged(whitebox, of_one, ranks={"tp": 2}).mismatches if m.law == "routing"]
     assert {(one.rank, one.beside, one.observed_text) for one in found} == {(1, 0, "other experts")}
-
-
-def build_some() -> nn.Sequential:
-    """As ``build_model``, but that two experts alone have nearly equal scores."""
-    model = build_model()
-    with torch.no_grad():
-        for layer in model:
-            layer.moe.gate.weight[:2].normal_()
-    return model
 
 
 def in_parts(model: nn.Sequential, microbatches: list[Any]) -> tuple[nn.Module, list[float]]:
@@ -358,17 +346,14 @@ def trained(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]]) -
     in_halves(model)
     optimizer = sgd(model)
     for operation, microbatches in operations:
-        with torch.set_grad_enabled(operation == "train"):
-            losses = [loss_fn(model(x), target) for x, target in microbatches]
         if operation == "train":
             optimizer.zero_grad()
-            (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+            losses = backward(model, microbatches, by=loss_fn)
             optimizer.step()
-        yield StepResult(model, [loss.item() for loss in losses])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            with torch.no_grad():
+                losses = [loss_fn(model(x), target).item() for x, target in microbatches]
+        yield StepResult(model, losses)
 
 
 def test_each_operation_has_its_own_routes(whitebox_here: WhiteBox) -> None:

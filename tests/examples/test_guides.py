@@ -36,16 +36,8 @@ REWRITE = os.environ.get("GUIDES") == "rewrite"
 # Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
 ELSEWHERE = ("ci/test", "pip install ", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
 
-LANGUAGES = {
-    "python",
-    "py",
-    "console",
-    "text",
-    "csv",
-    "json",
-    "toml",
-}  # py: of the reference, which is made from the code
-
+# py: of the reference, which is made from the code.
+LANGUAGES = {"python", "py", "console", "text", "csv", "json", "toml"}
 COMMANDS = {
     page: [
         (command, output)
@@ -295,12 +287,8 @@ def test_links_of_every_form_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     text += "```py\n[s](t.md)\n```\n"
     monkeypatch.setitem(TEXTS, "x/y.md", text)
     here = ROOT / "x"
-    assert links("x/y.md") == [
-        (here / "b.md", ""),
-        (here / "e/f.md", "g-h"),
-        (here / "y.md", "j"),
-        (here / "l.svg", ""),
-    ]
+    expected = {"b.md": "", "e/f.md": "g-h", "y.md": "j", "l.svg": ""}
+    assert links("x/y.md") == [(here / path, heading) for path, heading in expected.items()]
     headings = "# A page\n## Does it, with `b`?\n```py\n# no heading\n```\n"
     assert anchors(headings) == ["a-page", "does-it-with-b"]
 
@@ -333,16 +321,9 @@ def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None
     assert "ci/test" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize(
-    ("page", "package"),
-    [
-        ("megatron", "megatron-core"),
-        ("deepspeed", "deepspeed"),
-        ("torchtitan", "torchtitan"),
-        ("colossalai", "colossalai"),
-    ],
-)
-def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(page: str, package: str) -> None:
+@pytest.mark.parametrize("page", ["megatron", "deepspeed", "torchtitan", "colossalai"])
+def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(page: str) -> None:
+    package = "megatron-core" if page == "megatron" else page
     text = PAGES[f"validation/guides/{page}.md"]
     (pinned,) = set(re.findall(rf"{package}==[\d.]+", (ROOT / "ci" / "frameworks").read_text()))
     lines = re.findall(r"(?m)^\$ pip install (.*)$", text)

@@ -14,7 +14,7 @@ from pipeproof import Contract, StepResult, watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import WIDTH, pairs
+from tests.support.steps import WIDTH, pairs, sgd
 
 EXPERTS, AUX = 3, 0.1
 
@@ -63,6 +63,7 @@ def outputs(output: Any, target: Tensor) -> Mapping[str, Tensor]:
 
 
 Fault = Callable[[str, list[Any]], list[Any]]
+Change = Callable[[list[Any]], list[Any]]
 
 
 def step(model: Any, microbatches: list[Any], *, fault: Fault = lambda name, made: made) -> StepResult:
@@ -106,50 +107,31 @@ def test_all_that_is_put_out_is_compared(whitebox: WhiteBox) -> None:
     assert (law.outcome, law.checked, law.exact) == ("pass", 12, 8), "the auxiliary losses are numbers of a wider type"
 
 
-def changed(name: str, made: list[Any], *, of: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    return change(made) if name == of else made
+def other(m: int, change: Callable[[Any], Any]) -> Change:
+    """What was put out of microbatch ``m`` is another."""
+    return lambda made: [*made[:m], change(made[m]), *made[m + 1 :]]
 
 
-def scaled(made: list[Any]) -> list[Any]:
-    return [*made[:2], made[2] * 1.001, *made[3:]]
-
-
-def one_element(made: list[Any]) -> list[Any]:
-    other = made[1].detach().clone()
-    other[0, 0] += 1e-3
-    return [made[0], other, *made[2:]]
-
-
-def narrow(made: list[Any]) -> list[Any]:
-    return [one.bfloat16() for one in made]
-
-
-def one_more(made: list[Any]) -> list[Any]:
-    return [*made[:1], made[1] + torch.tensor([1, -1, 0]), *made[2:]]
+SCALED = other(2, lambda one: one * 1.001)
 
 
 @pytest.mark.parametrize(
     ("of", "change", "rank", "microbatch", "named"),
     [
-        ("logits", scaled, 1, 2, True),
-        ("aux_loss", scaled, 0, 2, False),  # of one number, any is a multiple
+        ("logits", SCALED, 1, 2, True),
+        ("aux_loss", SCALED, 0, 2, False),  # of one number, any is a multiple
         ("logits", lambda made: [made[1], made[0], *made[2:]], 1, 0, True),
-        ("logits", one_element, 1, 1, True),
-        ("logits", narrow, 1, 0, True),
-        ("routing", one_more, 0, 1, False),
+        ("logits", other(1, lambda one: one + 1e-3 * (torch.arange(one.numel()) == 0).view_as(one)), 1, 1, True),
+        ("logits", lambda made: [one.bfloat16() for one in made], 1, 0, True),
+        ("routing", other(1, lambda one: one + torch.tensor([1, -1, 0])), 0, 1, False),
         ("logits", lambda made: made[:3], 1, None, False),
     ],
     ids=["scaled", "number-scaled", "swapped", "one-element", "narrow", "one-more", "one-less"],
 )
 def test_what_is_wrong_is_named(
-    whitebox: WhiteBox,
-    of: str,
-    change: Callable[[list[Any]], list[Any]],
-    rank: int,
-    microbatch: int | None,
-    named: bool,
+    whitebox: WhiteBox, of: str, change: Change, rank: int, microbatch: int | None, named: bool
 ) -> None:
-    verdict = judged(whitebox, partial(step, fault=partial(changed, of=of, change=change)))
+    verdict = judged(whitebox, partial(step, fault=lambda name, made: change(made) if name == of else made))
     first = verdict.mismatches[0]
     assert {(one.rank, one.output) for one in verdict.mismatches} == {(rank, of)}
     assert verdict.outcome == "fail"
@@ -206,10 +188,6 @@ def evaluating(
         observed = before if late and operation == "eval" else made
         yield StepResult(model, [loss for _, loss in made], outputs={"logits": [output[0] for output, _ in observed]})
         optimizer.zero_grad()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def test_outputs_of_an_evaluation_are_compared_too(whitebox: WhiteBox) -> None:

@@ -5,28 +5,21 @@ from typing import Any
 
 import pytest
 import stashed
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
+from tests.support.steps import blocks, pairs
 from tests.support.sweeps import each_once
 
-RANKS, WIDTH, COUNT = 3, 8, 5
+RANKS, COUNT = 3, 5
 loss_fn = nn.functional.mse_loss
 
 
-def build_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * RANKS)))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(COUNT)]
+build_model, data = partial(blocks, 2 * RANKS), partial(pairs, COUNT, rows=6, seed=1)
 
 
 def step(model: nn.Sequential, microbatches: list[Any], *, fault: str, watched: bool) -> Any:
@@ -95,7 +88,6 @@ def test_both_orders_are_told(whitebox: WhiteBox) -> None:
 def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, "gradients-turned", watched=False)
     assert verdict.outcome == "fail"
-    assert verdict.cells is not None
     assert [str(cell) for cell in verdict.cells.rows[1]] == ["1", "2's", "3's", "1's", "1"]
     assert [str(cell) for cell in verdict.cells.rows[0]] == ["1", "1*", "1*", "1*", "1"]
     assert all(cell.right for cell in verdict.cells.rows[2])

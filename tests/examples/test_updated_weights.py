@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof import Contract, StepResult
 from pipeproof.core.observe.initial_weights import step_begins
-from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
 from tests.support.golden import golden
-from tests.support.steps import WIDTH, pairs
+from tests.support.steps import WIDTH, backward, pairs, sgd
 
 loss_fn = nn.functional.mse_loss
 RATE, BOUND = 1e-2, 1e-2
@@ -29,24 +28,19 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=RATE)
+def adam(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate)
 
 
-def trained(model: nn.Module, module: nn.Module, microbatches: Any) -> list[float]:
-    losses = []
-    for x, target in microbatches:
-        loss = loss_fn(module(x), target)
-        (loss / len(microbatches)).backward()
-        losses.append(loss.item())
-    return losses
+plain = partial(sgd, rate=RATE)
+trained = partial(backward, by=loss_fn)
 
 
 def sharing(model: nn.Module, microbatches: Any, *, fault: Callable[[nn.Module], None] = lambda model: None) -> Any:
     """Replicas, whose optimizer is in shards."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what torch itself has deprecated
 
-    losses = trained(model, DistributedDataParallel(model), microbatches)
+    losses = trained(DistributedDataParallel(model), microbatches)
     ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE).step()
     fault(model)
     return StepResult(model, losses)
@@ -55,39 +49,36 @@ def sharing(model: nn.Module, microbatches: Any, *, fault: Callable[[nn.Module],
 def in_shards(model: nn.Module, microbatches: Any) -> Any:
     for layer in (model[0], model[2], model):
         fully_shard(layer)
-    losses = trained(model, model, microbatches)
+    losses = trained(model, microbatches)
     adam(model).step()
     return StepResult(model, losses)
 
 
 def alone(model: nn.Module, microbatches: Any, *, rate: float = RATE, steps: int = 1) -> Any:
-    losses = trained(model, model, microbatches)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    losses = trained(model, microbatches)
+    optimizer = adam(model, rate)
     for _ in range(steps):
         optimizer.step()
     return StepResult(model, losses)
 
 
-def clipping(model: nn.Module, microbatches: Any, *, times: int = 1, kind: Any = torch.optim.AdamW) -> Any:
-    losses = trained(model, model, microbatches)
+def clipping(model: nn.Module, microbatches: Any, *, times: int = 1, by: Any = plain) -> Any:
+    losses = trained(model, microbatches)
     gradients = {one: None if one.grad is None else one.grad.clone() for one in model.parameters()}
     norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
     assert norm > BOUND
     for _ in range(times):
         nn.utils.clip_grads_with_norm_(model.parameters(), BOUND, norm)
-    kind(model.parameters(), lr=RATE).step()
+    by(model).step()
     return StepResult(model, losses, gradients=gradients, max_norm=BOUND)
 
 
-def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, optimizer: Any = adam) -> Verdict:
-    return whitebox.validate(
-        step, reference=build, microbatches=pairs(4), ranks=ranks, loss_fn=loss_fn, optimizer=optimizer
-    )
+judged = partial(WhiteBox.validate, reference=build, microbatches=pairs(4), ranks=1, loss_fn=loss_fn, optimizer=adam)
 
 
 @pytest.mark.parametrize(("step", "ranks"), [(alone, 1), (sharing, {"dp": 2}), (in_shards, {"fsdp": 2})])
 def test_a_right_update_passes(whitebox: WhiteBox, step: Any, ranks: Any) -> None:
-    verdict = judged(whitebox, step, ranks)
+    verdict = judged(whitebox, step, ranks=ranks)
     assert verdict.outcome == "pass", verdict
     assert verdict.law("updated-parameters").checked >= 4
 
@@ -100,10 +91,7 @@ def test_without_an_optimizer_no_law_is_about_it(whitebox_here: WhiteBox) -> Non
 
 @pytest.mark.parametrize("wrong", [{"rate": 2 * RATE}, {"steps": 2}, {"steps": 0}])
 def test_another_update_fails(whitebox_here: WhiteBox, wrong: dict[str, Any]) -> None:
-    def step(model: nn.Module, microbatches: Any) -> Any:
-        return alone(model, microbatches, **wrong)
-
-    verdict = judged(whitebox_here, step)
+    verdict = judged(whitebox_here, partial(alone, **wrong))
     assert verdict.outcome == "fail"
     assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
     assert [one.kind for one in verdict.causes] == ["update"]
@@ -115,10 +103,7 @@ def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox
         if dist.get_rank() == 1:
             model.load_state_dict({**model.state_dict(), "0.bias": build().state_dict()["0.bias"]})
 
-    def step(model: nn.Module, microbatches: Any) -> Any:
-        return sharing(model, microbatches, fault=kept)
-
-    verdict = judged(whitebox, step, {"dp": 2})
+    verdict = judged(whitebox, partial(sharing, fault=kept), ranks={"dp": 2})
     assert verdict.outcome == "fail"
     (first,) = verdict.mismatches
     assert (first.law, first.rank, first.parameter) == ("updated-parameters", 1, "0.bias")
@@ -141,9 +126,8 @@ def test_of_replicas_that_are_apart_the_one_that_did_not_move_is_named(
         for _, microbatches in operations:
             yield sharing(model, microbatches, fault=moved)
 
-    wanted: dict[str, Any] = {"reference": build, "microbatches": pairs(4), "ranks": {"dp": 2}, "loss_fn": loss_fn}
-    optimizer = adam if told else None
-    (cause,) = whitebox.validate(through, optimizer=optimizer, contract=Contract(operations=["train"]), **wanted).causes
+    declared, optimizer = Contract(operations=["train"]), adam if told else None
+    (cause,) = judged(whitebox, through, ranks={"dp": 2}, optimizer=optimizer, contract=declared).causes
     assert cause.kind == "update"
     assert cause.rank == (None if times else at)
     assert cause.ranks == ((0, 1) if times and not told else ())
@@ -189,31 +173,29 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
 
 def test_gradients_that_were_clipped_before_they_were_handed_back_are_told_so(whitebox_here: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
-        return replace(clipping(model, microbatches, kind=torch.optim.SGD), gradients=None)
+        return replace(clipping(model, microbatches), gradients=None)
 
-    verdict = judged(whitebox_here, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+    verdict = judged(whitebox_here, step, optimizer=plain)
     assert verdict.outcome == "fail"
     assert not verdict.causes, verdict
     golden("\n".join(verdict.undecided), numbers=False)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_right_update_of_clipped_gradients_passes(whitebox_here: WhiteBox, kind: Any) -> None:
-    verdict = judged(
-        whitebox_here, partial(clipping, kind=kind), optimizer=lambda model: kind(model.parameters(), lr=RATE)
-    )
+@pytest.mark.parametrize("by", [adam, plain], ids=["AdamW", "SGD"])
+def test_a_right_update_of_clipped_gradients_passes(whitebox_here: WhiteBox, by: Any) -> None:
+    verdict = judged(whitebox_here, partial(clipping, by=by), optimizer=by)
     assert verdict.outcome == "pass", verdict
     assert verdict.law("updated-parameters").checked == 4
 
 
 def test_gradients_that_were_not_clipped_or_clipped_otherwise_are_told(whitebox_here: WhiteBox) -> None:
     def unclipped(model: nn.Module, microbatches: Any) -> Any:
-        losses = trained(model, model, microbatches)
-        torch.optim.SGD(model.parameters(), lr=RATE).step()
+        losses = trained(model, microbatches)
+        plain(model).step()
         return StepResult(model, losses, max_norm=BOUND)
 
-    for step, told in ((unclipped, "not clipped"), (partial(clipping, times=2, kind=torch.optim.SGD), "clipped twice")):
-        verdict = judged(whitebox_here, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+    for step, told in ((unclipped, "not clipped"), (partial(clipping, times=2), "clipped twice")):
+        verdict = judged(whitebox_here, step, optimizer=plain)
         assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
         assert [one.kind for one in verdict.causes] == ["clip"], verdict
         assert told in verdict.causes[0].detail
@@ -235,21 +217,19 @@ def test_an_optimizer_that_stepped_before_the_step_that_is_judged_is_not_compare
     whitebox_here: WhiteBox, momentum: float, outcome: str
 ) -> None:
     def step(model: nn.Module, microbatches: Any) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+        optimizer = fresh(model)
         for one in model.parameters():
             nn.init.ones_(one)
-        trained(model, model, microbatches)
+        trained(model, microbatches)
         optimizer.step()
         optimizer.zero_grad()
         model.load_state_dict(build().state_dict())
         step_begins()
-        losses = trained(model, model, microbatches)
+        losses = trained(model, microbatches)
         optimizer.step()
         return StepResult(model, losses)
 
-    def fresh(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
-
+    fresh = partial(sgd, rate=RATE, momentum=momentum)
     verdict = judged(whitebox_here, step, optimizer=fresh)
     assert verdict.outcome == "pass", verdict
     assert verdict.law("initial-weights").outcome == "pass"

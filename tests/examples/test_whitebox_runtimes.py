@@ -5,11 +5,11 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import hand_written_1f1b
 import interleaved_loop
 import pytest
-import torch
 import torch.distributed as dist
 import torch_pipelining
 import weight_grad_store
@@ -19,20 +19,14 @@ from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
+from tests.support.steps import blocks, pairs
 
 RANKS, WIDTH, COUNT = 4, 16, 8
 loss_fn = nn.functional.mse_loss
 Step = Callable[..., Any]
 
 
-def build_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * RANKS)))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, WIDTH, generator=draw), torch.randn(8, WIDTH, generator=draw)) for _ in range(COUNT)]
+build_model, data = partial(blocks, 2 * RANKS, width=WIDTH), partial(pairs, COUNT, rows=8, width=WIDTH, seed=1)
 
 
 def hand_written(model: nn.Sequential, microbatches: list[Any], fault: str = "") -> Any:
@@ -113,18 +107,9 @@ def test_integration_is_at_most_ten_lines(step: Step) -> None:
     assert 0 < len(body) + len(call) <= 10, f"{len(body) + len(call)} lines"
 
 
-def unwatched(model: nn.Sequential, microbatches: list[Any], fault: str = "") -> Any:
-    chunks = [model[dist.get_rank()], model[RANKS + dist.get_rank()]]
-
-    def forward_step(data: Any, chunk: nn.Module, x: Tensor | None) -> Any:
-        inputs, target = next(data)
-        return chunk(inputs if x is None else x), lambda output: loss_fn(output, target)
-
-    iterators, count = [iter(microbatches), iter(microbatches)], len(microbatches)
-    losses = interleaved_loop.forward_backward(
-        forward_step, iterators, chunks, num_microbatches=count, shape=(8, WIDTH), fault=fault
-    )
-    return chunks, losses
+def unwatched(model: nn.Sequential, microbatches: list[Any]) -> Any:
+    with mock.patch.dict(interleaved.__globals__, watch=lambda module: module):
+        return interleaved(model, microbatches, fault="other-chunk")
 
 
 @pytest.mark.sweep
@@ -138,7 +123,7 @@ def test_what_a_rank_took_for_its_other_chunk_is_a_wrong_pair_first(whitebox: Wh
 
 @pytest.mark.sweep
 def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, partial(unwatched, fault="other-chunk"))
+    verdict = judged(whitebox, unwatched)
     assert (verdict.outcome, verdict.causes) == ("fail", ()), str(verdict)
     assert verdict.mismatches[0].stage == 5
 

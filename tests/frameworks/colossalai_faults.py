@@ -13,68 +13,50 @@ from torch import Tensor, nn
 
 from pipeproof import StepResult
 from tests.frameworks import tiny_colossal
-from tests.frameworks.fault import Fault, method, planted
+from tests.frameworks.fault import Fault, in_place_of, left_out, patched, planted
 from tests.frameworks.tiny_colossal import Layout
 
-
-def not_divided(stack: ExitStack) -> None:
-    def forward_step(right: Any, schedule: Any, *given: Any) -> Any:
-        made = right(schedule, *given)
-        return made * schedule.num_microbatches if isinstance(made, Tensor) else made
-
-    method(stack, OneForwardOneBackwardSchedule, "forward_step", forward_step)
+MODEL = plugin.HybridParallelModule
 
 
-def divided_at_each_stage(stack: ExitStack) -> None:
+@in_place_of(OneForwardOneBackwardSchedule, "forward_step")
+def not_divided(right: Any, schedule: Any, *given: Any) -> Any:
+    made = right(schedule, *given)
+    return made * schedule.num_microbatches if isinstance(made, Tensor) else made
+
+
+@in_place_of(OneForwardOneBackwardSchedule, "backward_step")
+def divided_at_each_stage(right: Any, schedule: Any, optimizer: Any, given: Any, made: Any, gradient: Any) -> Any:
     """What flows back is divided as if it were the loss."""
-
-    def backward_step(right: Any, schedule: Any, optimizer: Any, given: Any, made: Any, gradient: Any) -> Any:
-        divided = gradient and {key: one / schedule.num_microbatches for key, one in gradient.items()}
-        return right(schedule, optimizer, given, made, divided)
-
-    method(stack, OneForwardOneBackwardSchedule, "backward_step", backward_step)
+    divided = gradient and {key: one / schedule.num_microbatches for key, one in gradient.items()}
+    return right(schedule, optimizer, given, made, divided)
 
 
-def tied_not_summed(stack: ExitStack) -> None:
-    method(stack, plugin.HybridParallelModule, "sync_shared_params", lambda right, model: None)
+@in_place_of(MODEL, "sync_dp_grads")
+def summed_over_replicas(right: Any, model: Any) -> None:
+    right(model)
+    for one in model.module.parameters():
+        one.grad *= model.dp_group.size()
 
 
-def not_reduced(stack: ExitStack) -> None:
-    method(stack, plugin.HybridParallelModule, "sync_dp_grads", lambda right, model: None)
-
-
-def summed_over_replicas(stack: ExitStack) -> None:
-    def summed(right: Any, model: Any) -> None:
-        right(model)
-        for one in model.module.parameters():
-            one.grad *= model.dp_group.size()
-
-    method(stack, plugin.HybridParallelModule, "sync_dp_grads", summed)
-
-
-def other_labels(stack: ExitStack) -> None:
+@in_place_of(OneForwardOneBackwardSchedule, "forward_step")
+def other_labels(right: Any, schedule: Any, model: Any, given: Any, criterion: Any, *more: Any) -> Any:
     """The criterion is given the microbatch after that of the outputs."""
 
-    def forward_step(right: Any, schedule: Any, model: Any, given: Any, criterion: Any, *more: Any) -> Any:
-        def wrong(outputs: Any, _: Any) -> Tensor:
-            start = schedule.microbatch_offset % schedule.batch_size
-            loss: Tensor = criterion(outputs, get_micro_batch(schedule.batch, start, schedule.microbatch_size))
-            return loss
+    def wrong(outputs: Any, _: Any) -> Tensor:
+        start = schedule.microbatch_offset % schedule.batch_size
+        loss: Tensor = criterion(outputs, get_micro_batch(schedule.batch, start, schedule.microbatch_size))
+        return loss
 
-        return right(schedule, model, given, wrong, *more)
-
-    method(stack, OneForwardOneBackwardSchedule, "forward_step", forward_step)
+    return right(schedule, model, given, wrong, *more)
 
 
-def other_stream(stack: ExitStack) -> None:
+@in_place_of(OneForwardOneBackwardSchedule, "load_batch")
+def other_stream(right: Any, schedule: Any, data_iter: Any, *given: Any) -> None:
     """The last stage's batch is in another order, as of a sampler that is not the first stage's."""
-
-    def load_batch(right: Any, schedule: Any, data_iter: Any, *given: Any) -> None:
-        right(schedule, data_iter, *given)
-        if schedule.stage_manager.is_last_stage():
-            schedule.batch = {key: one.roll(-schedule.microbatch_size, 0) for key, one in schedule.batch.items()}
-
-    method(stack, OneForwardOneBackwardSchedule, "load_batch", load_batch)
+    right(schedule, data_iter, *given)
+    if schedule.stage_manager.is_last_stage():
+        schedule.batch = {key: one.roll(-schedule.microbatch_size, 0) for key, one in schedule.batch.items()}
 
 
 def stale_buffer(stack: ExitStack) -> None:
@@ -87,7 +69,7 @@ def stale_buffer(stack: ExitStack) -> None:
             came[1] = {key: one.detach().clone().requires_grad_() for key, one in came[0].items()}
         return came[-1]
 
-    method(stack, OneForwardOneBackwardSchedule, "send_backward_recv_forward", received)
+    patched(stack, OneForwardOneBackwardSchedule, "send_backward_recv_forward", received)
 
 
 def stale_gradient(stack: ExitStack) -> None:
@@ -100,7 +82,7 @@ def stale_gradient(stack: ExitStack) -> None:
             gradient = came[0] if len(came) == 2 else gradient
         return right(schedule, optimizer, given, made, gradient)
 
-    method(stack, OneForwardOneBackwardSchedule, "backward_step", backward_step)
+    patched(stack, OneForwardOneBackwardSchedule, "backward_step", backward_step)
 
 
 def last_in_first_out(stack: ExitStack) -> None:
@@ -114,51 +96,40 @@ def last_in_first_out(stack: ExitStack) -> None:
     def backward_step(right: Any, schedule: Any, optimizer: Any, given: Any, made: Any, gradient: Any) -> Any:
         return right(schedule, optimizer, *left.pop(), gradient)
 
-    method(stack, OneForwardOneBackwardSchedule, "forward_step", forward_step)
-    method(stack, OneForwardOneBackwardSchedule, "backward_step", backward_step)
+    patched(stack, OneForwardOneBackwardSchedule, "forward_step", forward_step)
+    patched(stack, OneForwardOneBackwardSchedule, "backward_step", backward_step)
 
 
-def other_chunk(stack: ExitStack) -> None:
+@in_place_of(InterleavedSchedule, "forward_step")
+def other_chunk(right: Any, schedule: Any, *given: Any) -> Any:
     """The last rank runs the layers of its second chunk in place of those of its first."""
-
-    def forward_step(right: Any, schedule: Any, *given: Any) -> Any:
-        manager = schedule.stage_manager
-        ranges = manager.stage_indices
-        if manager.is_last_stage(ignore_chunk=True):
-            manager.stage_indices = [ranges[-1]] * len(ranges)
-        try:
-            return right(schedule, *given)
-        finally:
-            manager.stage_indices = ranges
-
-    method(stack, InterleavedSchedule, "forward_step", forward_step)
+    manager = schedule.stage_manager
+    ranges = manager.stage_indices
+    if manager.is_last_stage(ignore_chunk=True):
+        manager.stage_indices = [ranges[-1]] * len(ranges)
+    try:
+        return right(schedule, *given)
+    finally:
+        manager.stage_indices = ranges
 
 
-def norm_of_one_stage(stack: ExitStack) -> None:
-    def of_stage(right: Any, optimizer: Any, *given: Any) -> Any:
-        with mock.patch.object(optimizer, "pp_size", 1):
-            return right(optimizer, *given)
-
-    method(stack, plugin.HybridParallelNaiveOptimizer, "_compute_grad_norm", of_stage)
+@in_place_of(plugin.HybridParallelNaiveOptimizer, "_compute_grad_norm")
+def norm_of_one_stage(right: Any, optimizer: Any, *given: Any) -> Any:
+    with mock.patch.object(optimizer, "pp_size", 1):
+        return right(optimizer, *given)
 
 
-def copies_counted(stack: ExitStack) -> None:
+@in_place_of(plugin.HybridParallelNaiveOptimizer, "_compute_grad_norm")
+def copies_counted(right: Any, optimizer: Any, *given: Any) -> Any:
     """Every copy of a tied parameter is one of its own to the norm."""
-
-    def counted(right: Any, optimizer: Any, *given: Any) -> Any:
-        with mock.patch.object(optimizer, "shared_params", []):
-            return right(optimizer, *given)
-
-    method(stack, plugin.HybridParallelNaiveOptimizer, "_compute_grad_norm", counted)
+    with mock.patch.object(optimizer, "shared_params", []):
+        return right(optimizer, *given)
 
 
-def other_shard(stack: ExitStack) -> None:
+@in_place_of(LowLevelZeroOptimizer, "_update_unpartitoned_grad")
+def other_shard(right: Any, optimizer: Any, store: Any, origin: Any, flat: Any, *given: Any) -> None:
     """Every rank has the shard of the gradients that is the next rank's."""
-
-    def updated(right: Any, optimizer: Any, store: Any, origin: Any, flat: Any, *given: Any) -> None:
-        right(optimizer, store, origin, [*flat[1:], flat[0]], *given)
-
-    method(stack, LowLevelZeroOptimizer, "_update_unpartitoned_grad", updated)
+    right(optimizer, store, origin, [*flat[1:], flat[0]], *given)
 
 
 FIRST, LAST, EVERY = "rank 0, stage 0", "rank 1, stage 1", "microbatches 0, 1, 2, 3"
@@ -171,8 +142,8 @@ TIED = ("parameter model.words.weight",)
 FAULTS = {
     "not-divided": Fault(not_divided, Layout(), "scale"),
     "divided-at-each-stage": Fault(divided_at_each_stage, Layout(), "scale", (f"{FIRST}, action 0B0",)),
-    "tied-not-summed": Fault(tied_not_summed, Layout(tied=True), "tied-not-summed", TIED),
-    "not-reduced": Fault(not_reduced, Layout(dp=2), "not-reduced", EACH_STAGE),
+    "tied-not-summed": Fault(left_out(MODEL, "sync_shared_params"), Layout(tied=True), "tied-not-summed", TIED),
+    "not-reduced": Fault(left_out(MODEL, "sync_dp_grads"), Layout(dp=2), "not-reduced", EACH_STAGE),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-labels": Fault(other_labels, Layout(), "swapped-data", (EVERY,)),
     "other-stream": Fault(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeproof import StepResult
 from tests.frameworks.engines import tiny_pipe
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
-from tests.frameworks.fault import Fault, method, patched, planted
+from tests.frameworks.fault import Fault, in_place_of, left_out, patched, planted
 
 Instruction = Callable[..., None]
 
@@ -32,15 +32,13 @@ def executed(stack: ExitStack, instruction: type, wrong: Callable[..., None]) ->
     stack.enter_context(mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, {instruction: made}))
 
 
-def left_out(instruction: type, stack: ExitStack) -> None:
+def not_executed(instruction: type, stack: ExitStack) -> None:
     executed(stack, instruction, lambda right, engine, **named: None)
 
 
-def not_divided(stack: ExitStack) -> None:
-    def backward(right: Any, engine: PipelineEngine, loss: Tensor) -> None:
-        right(engine, loss, scale_wrt_gas=False)
-
-    method(stack, DeepSpeedEngine, "backward", backward)
+@in_place_of(DeepSpeedEngine, "backward")
+def not_divided(right: Any, engine: PipelineEngine, loss: Tensor) -> None:
+    right(engine, loss, scale_wrt_gas=False)
 
 
 def divided_at_each_stage(stack: ExitStack) -> None:
@@ -49,14 +47,11 @@ def divided_at_each_stage(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(PipelineEngine, "_backward_prologue_per_tensor", right))
 
 
-def other_stream(stack: ExitStack) -> None:
+@in_place_of(tiny_pipe, "train_step")
+def other_stream(right: Any, engine: PipelineEngine, data: Any) -> None:
     """The last stage reads one microbatch ahead."""
-
-    def train_step(right: Any, engine: PipelineEngine, data: Any) -> None:
-        every = list(data)
-        right(engine, iter(every[1:] + every[:1] if engine.is_last_stage() else every))
-
-    patched(stack, tiny_pipe, "train_step", train_step)
+    every = list(data)
+    right(engine, iter(every[1:] + every[:1] if engine.is_last_stage() else every))
 
 
 def other_buffer(stack: ExitStack) -> None:
@@ -99,30 +94,20 @@ def stale_gradient(stack: ExitStack) -> None:
     executed(stack, schedule.RecvGrad, received)
 
 
-def copies_counted(stack: ExitStack) -> None:
+@in_place_of(PipelineModule, "_index_tied_modules")
+def copies_counted(right: Any, module: PipelineModule) -> Any:
     """Every copy of a tied parameter is one of its own to the norm."""
-
-    def indexed(right: Any, module: PipelineModule) -> Any:
-        made = right(module)
-        for parameter in module.parameters():
-            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]  # DeepSpeed's
-        return made
-
-    method(stack, PipelineModule, "_index_tied_modules", indexed)
+    made = right(module)
+    for parameter in module.parameters():
+        parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]  # DeepSpeed's
+    return made
 
 
-def norm_of_one_stage(stack: ExitStack) -> None:
-    method(stack, DeepSpeedZeroOptimizer, "_model_parallel_all_reduce", lambda right, optimizer, **named: None)
-
-
-def summed_over_replicas(stack: ExitStack) -> None:
+@in_place_of(DeepSpeedEngine, "allreduce_bucket")
+def summed_over_replicas(right: Any, engine: PipelineEngine, *given: Any) -> Any:
     """Gradients of replicas are not divided by their number."""
-
-    def reduced(right: Any, engine: PipelineEngine, *given: Any) -> Any:
-        engine.gradient_average = False
-        return right(engine, *given)
-
-    method(stack, DeepSpeedEngine, "allreduce_bucket", reduced)
+    engine.gradient_average = False
+    return right(engine, *given)
 
 
 def other_shard(stack: ExitStack) -> None:
@@ -134,12 +119,7 @@ def other_shard(stack: ExitStack) -> None:
     def scattered(right: Any, optimizer: Any, bucket: list[Any], *given: Any, **named: Any) -> Any:
         return right(optimizer, [(other(ranks), *rest) for ranks, *rest in bucket], *given, **named)
 
-    method(stack, DeepSpeedZeroOptimizer, "allreduce_and_scatter", scattered)
-
-
-def not_cleared(stack: ExitStack) -> None:
-    """A microbatch's gradients are left when they were added to the step's, and are added with the next ones again."""
-    method(stack, BF16_Optimizer, "clear_lp_grads", lambda right, optimizer, *given, **named: None)
+    patched(stack, DeepSpeedZeroOptimizer, "allreduce_and_scatter", scattered)
 
 
 def as_it_is(stack: ExitStack) -> None:
@@ -153,17 +133,23 @@ TIED = ("parameter tied_modules.words.weight",)
 FAULTS = {
     "not-divided": Fault(not_divided, Layout(), "scale"),
     "divided-at-each-stage": Fault(divided_at_each_stage, Layout(), "scale", (FIRST,)),
-    "tied-not-reduced": Fault(partial(left_out, schedule.ReduceTiedGrads), Layout(tied=True), "tied-not-summed", TIED),
-    "not-reduced": Fault(partial(left_out, schedule.ReduceGrads), Layout(dp=2), "not-reduced", EACH_STAGE),
+    "tied-not-reduced": Fault(
+        partial(not_executed, schedule.ReduceTiedGrads), Layout(tied=True), "tied-not-summed", TIED
+    ),
+    "not-reduced": Fault(partial(not_executed, schedule.ReduceGrads), Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(other_stream, Layout(), "swapped-data", ("microbatches 0, 1, 2, 3",)),
     "other-buffer": Fault(other_buffer, Layout(), "mispaired", (f"{FIRST}, microbatches 2, 3, action 0B3",)),
     "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
     "stale-gradient": Fault(stale_gradient, Layout(), "mispaired", (f"{FIRST}, microbatch 1, action 0B1",)),
     "copies-counted": Fault(copies_counted, Layout(tied=True, zero=1), "norm"),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(zero=1), "norm", ("everywhere",)),
+    "norm-of-one-stage": Fault(
+        left_out(DeepSpeedZeroOptimizer, "_model_parallel_all_reduce"), Layout(zero=1), "norm", ("everywhere",)
+    ),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-shard": Fault(other_shard, Layout(dp=2, zero=1), "not-reduced", SHARDS),
-    "not-cleared": Fault(not_cleared, Layout(bf16=True), "doubled", ("microbatches 0, 1, 2",)),
+    "not-cleared": Fault(  # gradients, which were added to the step's, are added with the next microbatch's again
+        left_out(BF16_Optimizer, "clear_lp_grads"), Layout(bf16=True), "doubled", ("microbatches 0, 1, 2",)
+    ),
     "clipped-by-one-stage": Fault(as_it_is, Layout(clipped=True), "norm", ("rank 0",)),
 }
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,14 +23,19 @@ class Fault:
 
 
 def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right one first, in its place."""
-    stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
+    """Put ``wrong``, which is given the right one first, and then the object of a method, in its place."""
+    right = getattr(place, name)
+    stack.enter_context(mock.patch.object(place, name, lambda *given, **named: wrong(right, *given, **named)))
 
 
-def method(stack: ExitStack, kind: type, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right method and its object first, in its place."""
-    right = getattr(kind, name)
-    stack.enter_context(mock.patch.object(kind, name, lambda *given, **named: wrong(right, *given, **named)))
+def in_place_of(place: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Make a fault of a function, as ``patched`` puts it there."""
+    return lambda wrong: lambda stack: patched(stack, place, name, wrong)
+
+
+def left_out(place: Any, name: str) -> Plant:
+    """A fault: what this does is not done."""
+    return in_place_of(place, name)(lambda *_, **__: None)
 
 
 def planted(plant: Plant, step: Callable[..., StepResult], *given: Any) -> StepResult:

@@ -1,14 +1,13 @@
 """A job of transformers' Trainer on ranks of its own, in DDP where there are several: one step of it is checked."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -19,11 +18,10 @@ from transformers import Trainer, TrainingArguments
 
 import pipeproof
 from pipeproof import Contract, transformers
-from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.frameworks import tiny_hf
-from tests.frameworks.fault import Plant, method, patched
-from tests.frameworks.left import differences, left, seed
+from tests.frameworks import jobs, tiny_hf
+from tests.frameworks.fault import Plant, in_place_of, left_out
+from tests.frameworks.left import left
 from tests.frameworks.tiny_hf import IGNORED, ROWS, SEQUENCE, WORDS
 
 
@@ -39,7 +37,13 @@ class Job:
     loss: str = "tokens"
     max_norm: float = 1.0
     checked: int = 1  # the number of the step
+    steps: int = 0  # how many are trained; 0: two more than the number
     optimizer: str = "adamw_torch"
+    pp: ClassVar[int] = 1
+
+    @property
+    def dp(self) -> int:
+        return self.ranks
 
 
 def rows(count: int = 64) -> list[dict[str, Tensor]]:
@@ -70,7 +74,7 @@ def trainer_of(job: Job, folder: str, kind: type[Trainer] = Trainer, **more: Any
         output_dir=str(Path(folder)),
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=job.accumulation,
-        max_steps=job.checked + 2,
+        max_steps=job.steps or job.checked + 2,
         max_grad_norm=job.max_norm,
         learning_rate=0.01,
         optim=job.optimizer,
@@ -113,29 +117,18 @@ class OneLost(Trainer):
         return torch.zeros(())
 
 
-def not_cleared(stack: ExitStack) -> None:
-    """Gradients of the step before are left."""
-    patched(stack, nn.Module, "zero_grad", lambda right, *given, **named: None)
-
-
-def never_synchronised(stack: ExitStack) -> None:
+@in_place_of(nn.parallel.DistributedDataParallel, "forward")
+def never_synchronised(right: Any, own: Any, *inputs: Any, **named: Any) -> Any:
     """Replicas keep their own gradients: every microbatch is differentiated in ``no_sync``."""
-
-    def forward(right: Any, own: Any, *inputs: Any, **named: Any) -> Any:
-        with own.no_sync():
-            return right(own, *inputs, **named)
-
-    method(stack, nn.parallel.DistributedDataParallel, "forward", forward)
+    with own.no_sync():
+        return right(own, *inputs, **named)
 
 
-def not_multiplied(stack: ExitStack) -> None:
+@in_place_of(Trainer, "compute_loss")
+def not_multiplied(right: Any, own: Trainer, *given: Any, **named: Any) -> Any:
     """The loss is divided by the tokens of all processes, and DDP takes the mean over them."""
-
-    def compute_loss(right: Any, own: Trainer, *given: Any, **named: Any) -> Any:
-        with mock.patch.object(own.args, "average_tokens_across_devices", False):
-            return right(own, *given, **named)
-
-    method(stack, Trainer, "compute_loss", compute_loss)
+    with mock.patch.object(own.args, "average_tokens_across_devices", False):
+        return right(own, *given, **named)
 
 
 def nothing(stack: ExitStack) -> None:
@@ -146,7 +139,7 @@ FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
     "own-loss": (Job(), nothing, {"kind": OwnLoss}),
     "clipped-early": (Job(), nothing, {"kind": ClippedEarly}),
     "one-lost": (Job(), nothing, {"kind": OneLost}),
-    "not-cleared": (Job(), not_cleared, {}),
+    "not-cleared": (Job(), left_out(nn.Module, "zero_grad"), {}),
     "gpt2-first-counted": (Job(model="gpt2"), nothing, {}),
     "never-synchronised": (Job(ranks=2, checked=0), never_synchronised, {}),
     "own-tokens": (Job(ranks=2), nothing, {"average_tokens_across_devices": False}),
@@ -155,49 +148,28 @@ FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
 
 
 @contextmanager
-def opened(job: Job, fault: str = "") -> Iterator[Trainer]:
-    """The trainer of a job, which has a fault."""
+def job_of(job: Job, fault: str = "") -> Iterator[jobs.Job]:
+    """A trainer is what is made, which has its data."""
     _, plant, more = FAULTS[fault] if fault else (job, nothing, {})
     with ExitStack() as stack:
         plant(stack)
-        yield trainer_of(job, stack.enter_context(launched(job)), **more)
-
-
-def checked(_: RankContext, job: Job, fault: str = "") -> Verdict:
-    """The verdict on a step of a job, which has a fault."""
-    with opened(job, fault) as trainer:
-        with transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0) as check:
-            trainer.train()
-        return check.verdict
-
-
-def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]:
-    """The verdict on a right step, and what is another at the end than in a job without a check."""
-    found: list[Sequence[dict[str, Any]]] = []
-    for check_it in (False, True):
-        seed()
-        with opened(job) as trainer:
-            context = transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0)
-            with context if check_it else nullcontext() as check:
-                trainer.train()
-            found.append([left([trainer.model], trainer.optimizer.optimizer, trainer.accelerator)])
-    assert check is not None
-    return check.verdict, differences(*found)
-
-
-def recorded(_: RankContext, job: Job, path: str, fault: str = "", step: int | None = None) -> str:
-    """Record a step that has a fault, or none; why that cannot be. ``step``: another than the job says."""
-    with opened(job, fault) as trainer:
-        number = job.checked if step is None else step
-        with transformers.record_step(trainer, path, step=number, timeout_s=60.0) as observed:
-            trainer.train()
-        return observed.problem
+        trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
+        yield jobs.Job(
+            trainer,
+            None,
+            None,
+            lambda _: transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0),
+            lambda _: trainer.train(),
+            lambda: left([trainer.model], trainer.optimizer.optimizer, trainer.accelerator),
+            lambda path: transformers.record_step(trainer, path, step=job.checked, timeout_s=60.0),
+            lambda: "get_batch_samples" not in vars(trainer) and "backward" not in vars(trainer.accelerator),
+        )
 
 
 def expected(_: RankContext, job: Job, path: str) -> None:
     """Write the record of the first step on one device, of the batches that a trainer of one process draws."""
-    with opened(job) as trainer:
-        batches = [*islice(trainer.get_train_dataloader(), job.accumulation)]
+    with job_of(job) as own:
+        batches = [*islice(own.made.get_train_dataloader(), job.accumulation)]
     model = tiny_hf.build(tiny_hf.Layout(model=job.model, layers=2, tied=job.tied, dtype=job.dtype))
     tokens = sum(int((one["labels"][:, 1:] != IGNORED).sum()) for one in batches)
 
@@ -218,17 +190,11 @@ def expected(_: RankContext, job: Job, path: str) -> None:
 
 def ended_early(_: RankContext, job: Job) -> tuple[str, str, bool]:
     """What a job that raises in its step raises, the verdict on it, and whether the trainer is as it was."""
-    with opened(job) as trainer:
-        failing = mock.patch.object(trainer, "compute_loss", partial(_raise, KeyError("the job's own")))
-        with failing:
-            try:
-                with transformers.check_step(trainer, timeout_s=60.0) as check:
-                    trainer.train()
-            except KeyError as error:
-                clean = "get_batch_samples" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
-                return repr(error), check.verdict.details, clean
+    with job_of(job) as own, mock.patch.object(own.made, "compute_loss", side_effect=KeyError("the job's own")):
+        assert own.clean is not None
+        try:
+            with own.check(False) as check:
+                own.train(None)
+        except KeyError as error:
+            return repr(error), check.verdict.details, own.clean()
     raise AssertionError("what the job raises is the job's")
-
-
-def _raise(error: Exception, *_: Any, **__: Any) -> None:
-    raise error

@@ -23,9 +23,10 @@ from pipeproof import StepResult
 from pipeproof.wings.adapters.megatron_whole import bare
 from tests.frameworks.engines import tiny_gpt
 from tests.frameworks.engines.megatron_layout import MegatronLayout as Layout
-from tests.frameworks.fault import Fault, method, patched, planted
+from tests.frameworks.fault import Fault, in_place_of, left_out, patched, planted
 
 Train = Callable[..., None]
+FINALIZING = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package's name for it is a function's
 
 
 def divided_by(divisor: Callable[[int], int], stack: ExitStack) -> None:
@@ -35,28 +36,18 @@ def divided_by(divisor: Callable[[int], int], stack: ExitStack) -> None:
     patched(stack, schedules, "forward_step_calc_loss", calc_loss)
 
 
-def tied_not_reduced(stack: ExitStack) -> None:
-    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
-    stack.enter_context(mock.patch.object(finalizing, "_allreduce_word_embedding_grads"))
+@in_place_of(tiny_gpt, "train_step")
+def not_finalized(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = None
+    right(forward, data, chunks, *more)
 
 
-def not_finalized(stack: ExitStack) -> None:
-    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = None
-        right(forward, data, chunks, *more)
-
-    patched(stack, tiny_gpt, "train_step", train_step)
-
-
-def other_stream(stack: ExitStack) -> None:
+@in_place_of(tiny_gpt, "train_step")
+def other_stream(right: Train, forward: Any, data: Any, *more: Any) -> None:
     """The last stage reads one microbatch ahead."""
-
-    def train_step(right: Train, forward: Any, data: Any, *more: Any) -> None:
-        every = list(data)
-        right(forward, iter(every[1:] + every[:1] if parallel_state.is_pipeline_last_stage() else every), *more)
-
-    patched(stack, tiny_gpt, "train_step", train_step)
+    every = list(data)
+    right(forward, iter(every[1:] + every[:1] if parallel_state.is_pipeline_last_stage() else every), *more)
 
 
 def stale_buffer(stack: ExitStack) -> None:
@@ -73,7 +64,7 @@ def stale_buffer(stack: ExitStack) -> None:
         return made
 
     for name in ("recv_forward", "send_backward_recv_forward"):
-        method(stack, P2PCommunicator, name, received)
+        patched(stack, P2PCommunicator, name, received)
 
 
 def last_in_first_out(stack: ExitStack) -> None:
@@ -84,25 +75,18 @@ def last_in_first_out(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(schedules, name, space[name]))
 
 
-def other_chunk(stack: ExitStack) -> None:
+@in_place_of(tiny_gpt, "train_step")
+def other_chunk(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
     """Rank 1 runs its second chunk in place of its first."""
+    first, second = chunks[:2]
 
-    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
-        first, second = chunks[:2]
+    def wrong(data: Any, model: Any) -> Any:
+        if model is not first or dist.get_rank() != 1:
+            return forward(data, model)
+        bare(second).set_input_tensor([bare(first).decoder.input_tensor])
+        return forward(data, second)
 
-        def wrong(data: Any, model: Any) -> Any:
-            if model is not first or dist.get_rank() != 1:
-                return forward(data, model)
-            bare(second).set_input_tensor([bare(first).decoder.input_tensor])
-            return forward(data, second)
-
-        right(wrong, data, chunks, *more)
-
-    patched(stack, tiny_gpt, "train_step", train_step)
-
-
-def norm_counts_copies(stack: ExitStack) -> None:
-    stack.enter_context(mock.patch.object(optimizers, "param_is_not_shared", return_value=True))
+    right(wrong, data, chunks, *more)
 
 
 def norm_of_one_stage(stack: ExitStack) -> None:
@@ -113,56 +97,41 @@ def norm_of_one_stage(stack: ExitStack) -> None:
     patched(stack, optimizers, "get_grad_norm_fp32", own)
 
 
-def not_cleared(stack: ExitStack) -> None:
+@in_place_of(tiny_gpt, "train_step")
+def not_cleared(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
     """Weights, which were gathered through the gradients' buffer, are left in it."""
-
-    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
-        for parameter in chunks[0].parameters():
-            parameter.main_grad.copy_(parameter.data)
-        with mock.patch.object(type(chunks[0]), "zero_grad_buffer"):
-            right(forward, data, chunks, *more)
-
-    patched(stack, tiny_gpt, "train_step", train_step)
+    for parameter in chunks[0].parameters():
+        parameter.main_grad.copy_(parameter.data)
+    with mock.patch.object(type(chunks[0]), "zero_grad_buffer"):
+        right(forward, data, chunks, *more)
 
 
-def summed_over_replicas(stack: ExitStack) -> None:
+@in_place_of(param_and_grad_buffer._ParamAndGradBucket, "__init__")
+def summed_over_replicas(right: Any, bucket: Any, *given: Any, **named: Any) -> None:
     """Gradients of replicas are not divided by their number."""
-
-    def made(right: Any, bucket: Any, *given: Any, **named: Any) -> None:
-        right(bucket, *given, **named)
-        bucket.gradient_scaling_factor = 1.0
-
-    method(stack, param_and_grad_buffer._ParamAndGradBucket, "__init__", made)
+    right(bucket, *given, **named)
+    bucket.gradient_scaling_factor = 1.0
 
 
-def other_shard(stack: ExitStack) -> None:
+@in_place_of(param_and_grad_buffer, "shard_buffer")
+def other_shard(right: Any, *given: Any) -> Any:
     """Every rank has the shard reduced that is the next rank's."""
-
-    def shards(right: Any, *given: Any) -> Any:
-        made = right(*given)
-        return made[1:] + made[:1]
-
-    patched(stack, param_and_grad_buffer, "shard_buffer", shards)
+    made = right(*given)
+    return made[1:] + made[:1]
 
 
-def tokens_of_one_replica(stack: ExitStack) -> None:
+@in_place_of(dist, "all_reduce")
+def tokens_of_one_replica(right: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
     """Gradients are divided by the tokens of a replica, not of all."""
-
-    def all_reduce(right: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
-        return None if tensor.dtype == torch.int else right(tensor, *given, **named)
-
-    patched(stack, dist, "all_reduce", all_reduce)
+    return None if tensor.dtype == torch.int else right(tensor, *given, **named)
 
 
-def shard_zeroed(stack: ExitStack) -> None:
+@in_place_of(distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads")
+def shard_zeroed(right: Any, optimizer: Any) -> None:
     """The optimizer loses what it was given of the largest weight of rank 0's shard, once gradients are complete."""
-
-    def copied(right: Any, optimizer: Any) -> None:
-        right(optimizer)
-        if dist.get_rank() == 0:
-            max((one.grad for group in optimizer.shard_fp32_groups for one in group), key=Tensor.numel).zero_()
-
-    method(stack, distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads", copied)
+    right(optimizer)
+    if dist.get_rank() == 0:
+        max((one.grad for group in optimizer.shard_fp32_groups for one in group), key=Tensor.numel).zero_()
 
 
 def hooked(stack: ExitStack, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
@@ -178,7 +147,7 @@ def hooked(stack: ExitStack, before: Callable[[Any], None], after: Callable[[Any
 
         return wrong if parallel_state.is_pipeline_last_stage() else hook
 
-    method(stack, DistributedDataParallel, "_make_backward_post_hook", made)
+    patched(stack, DistributedDataParallel, "_make_backward_post_hook", made)
 
 
 def nothing(_: Any) -> None:
@@ -194,16 +163,13 @@ def added_in_bf16(stack: ExitStack) -> None:
     hooked(stack, nothing, to_bf16)
 
 
-def cast_to_bf16(stack: ExitStack) -> None:
+@in_place_of(tiny_gpt, "finalize_model_grads")
+def cast_to_bf16(right: Any, chunks: list[Any], *given: Any, **named: Any) -> None:
     """Gradients that were added up in fp32 go through bf16 once, when they are complete."""
-
-    def finalize(right: Any, chunks: list[Any], *given: Any, **named: Any) -> None:
-        right(chunks, *given, **named)
-        for chunk in chunks if parallel_state.is_pipeline_last_stage() else []:
-            for parameter in chunk.parameters():
-                to_bf16(parameter)
-
-    patched(stack, tiny_gpt, "finalize_model_grads", finalize)
+    right(chunks, *given, **named)
+    for chunk in chunks if parallel_state.is_pipeline_last_stage() else []:
+        for parameter in chunk.parameters():
+            to_bf16(parameter)
 
 
 def added_again(stack: ExitStack) -> None:
@@ -211,16 +177,13 @@ def added_again(stack: ExitStack) -> None:
     hooked(stack, lambda one: one.main_grad.add_(one.grad), nothing)
 
 
-def scaled_otherwise(stack: ExitStack) -> None:
+@in_place_of(tiny_gpt, "optimizer_of")
+def scaled_otherwise(right: Any, layout: Layout, chunks: list[Any]) -> Any:
     """Losses are multiplied by twice what the optimizer divides gradients by."""
-
-    def optimizer_of(right: Any, layout: Layout, chunks: list[Any]) -> Any:
-        made = right(layout, chunks)
-        for chunk in chunks:
-            chunk.config.grad_scale_func = lambda loss: 2 * made.scale_loss(loss)
-        return made
-
-    patched(stack, tiny_gpt, "optimizer_of", optimizer_of)
+    made = right(layout, chunks)
+    for chunk in chunks:
+        chunk.config.grad_scale_func = lambda loss: 2 * made.scale_loss(loss)
+    return made
 
 
 def as_it_is(stack: ExitStack) -> None:
@@ -236,7 +199,10 @@ FAULTS = {
     "not-divided": Fault(partial(divided_by, lambda count: 1), Layout(), "scale"),
     "divided-twice": Fault(partial(divided_by, lambda count: count * count), Layout(), "scale"),
     "tied-not-reduced": Fault(
-        tied_not_reduced, Layout(tied=True), "tied-not-summed", ("parameter model.embedding.word_embeddings.weight",)
+        left_out(FINALIZING, "_allreduce_word_embedding_grads"),
+        Layout(tied=True),
+        "tied-not-summed",
+        ("parameter model.embedding.word_embeddings.weight",),
     ),
     "not-finalized": Fault(not_finalized, Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(
@@ -247,7 +213,9 @@ FAULTS = {
         last_in_first_out, Layout(), "mispaired", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B1",)
     ),
     "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", ("rank 1, stage 1",)),
-    "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True, optimizer=True), "norm"),
+    "norm-counts-copies": Fault(
+        in_place_of(optimizers, "param_is_not_shared")(lambda *_: True), Layout(tied=True, optimizer=True), "norm"
+    ),
     "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm", ("everywhere",)),
     "not-cleared": Fault(not_cleared, Layout(), "extra-term"),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeproof import StepResult, nanotron
 from tests.frameworks import tiny_llama
-from tests.frameworks.fault import Fault, method, patched, planted
+from tests.frameworks.fault import Fault, in_place_of, left_out, patched, planted
 from tests.frameworks.tiny_llama import Layout, Trainer
 
 with nanotron.imports():
@@ -27,66 +27,43 @@ with nanotron.imports():
     from nanotron.parallel.pipeline_parallel.state import PipelineTrainBatchState
 
 
-def not_divided(stack: ExitStack) -> None:
-    def forward(right: Any, engine: PipelineEngine, *given: Any, **named: Any) -> Any:
-        count, engine.nb_microbatches = engine.nb_microbatches, 1
-        try:
-            return right(engine, *given, **named)
-        finally:
-            engine.nb_microbatches = count
-
-    method(stack, PipelineEngine, "forward", forward)
+@in_place_of(PipelineEngine, "forward")
+def not_divided(right: Any, engine: PipelineEngine, *given: Any, **named: Any) -> Any:
+    count, engine.nb_microbatches = engine.nb_microbatches, 1
+    try:
+        return right(engine, *given, **named)
+    finally:
+        engine.nb_microbatches = count
 
 
-def divided_at_each_stage(stack: ExitStack) -> None:
+@in_place_of(PipelineTrainBatchState, "register_send_grad")
+def divided_at_each_stage(right: Any, state: PipelineTrainBatchState, grad: Tensor, *given: Any, **named: Any) -> Any:
     """A gradient is divided where a stage hands it on, too."""
-
-    def sent(right: Any, state: PipelineTrainBatchState, grad: Tensor, *given: Any, **named: Any) -> Any:
-        return right(state, grad / 4, *given, **named)
-
-    method(stack, PipelineTrainBatchState, "register_send_grad", sent)
+    return right(state, grad / 4, *given, **named)
 
 
-def tied_not_synced(stack: ExitStack) -> None:
-    patched(stack, trainers, "sync_tied_weights_gradients", lambda right, **named: None)
+@in_place_of(trainers, "tie_parameters")
+def tied_averaged(right: Any, **named: Any) -> Any:
+    return right(**{**named, "reduce_op": dist.ReduceOp.AVG})
 
 
-def tied_averaged(stack: ExitStack) -> None:
-    def tied(right: Any, **named: Any) -> Any:
-        return right(**{**named, "reduce_op": dist.ReduceOp.AVG})
-
-    patched(stack, trainers, "tie_parameters", tied)
+@in_place_of(trainers, "sync_gradients_across_dp")
+def replicas_summed(right: Any, **named: Any) -> Any:
+    return right(**{**named, "reduce_op": dist.ReduceOp.SUM})
 
 
-def replicas_not_synced(stack: ExitStack) -> None:
-    patched(stack, trainers, "sync_gradients_across_dp", lambda right, **named: None)
-
-
-def replicas_summed(stack: ExitStack) -> None:
-    def summed(right: Any, **named: Any) -> Any:
-        return right(**{**named, "reduce_op": dist.ReduceOp.SUM})
-
-    patched(stack, trainers, "sync_gradients_across_dp", summed)
-
-
-def synced_too_early(stack: ExitStack) -> None:
+@in_place_of(PipelineEngine, "_get_bwd_context")
+def synced_too_early(right: Any, engine: PipelineEngine, *, nb_backwards: int, **named: Any) -> Any:
     """Replicas are synchronised in the backward before the last."""
-
-    def context(right: Any, engine: PipelineEngine, *, nb_backwards: int, **named: Any) -> Any:
-        return right(engine, nb_backwards=nb_backwards + 1, **named)
-
-    method(stack, PipelineEngine, "_get_bwd_context", context)
+    return right(engine, nb_backwards=nb_backwards + 1, **named)
 
 
-def other_stream(stack: ExitStack) -> None:
+@in_place_of(Trainer, "training_step")
+def other_stream(right: Any, trainer: Trainer, dataloader: Iterator[Any]) -> Any:
     """The last stage reads one microbatch ahead."""
-
-    def training_step(right: Any, trainer: Trainer, dataloader: Iterator[Any]) -> Any:
-        every = list(dataloader)
-        last = dist.get_rank(trainer.parallel_context.pp_pg) == trainer.unwrapped_model.output_pp_rank
-        return right(trainer, iter(every[1:] + every[:1] if last else every))
-
-    method(stack, Trainer, "training_step", training_step)
+    every = list(dataloader)
+    last = dist.get_rank(trainer.parallel_context.pp_pg) == trainer.unwrapped_model.output_pp_rank
+    return right(trainer, iter(every[1:] + every[:1] if last else every))
 
 
 def stale_buffer(stack: ExitStack) -> None:
@@ -101,16 +78,13 @@ def stale_buffer(stack: ExitStack) -> None:
                 tensor.data.copy_(came[1].data)
         return [tensor]
 
-    method(stack, P2P, "recv_tensors", received)
+    patched(stack, P2P, "recv_tensors", received)
 
 
-def last_in_first_out(stack: ExitStack) -> None:
+@in_place_of(PipelineTrainBatchState, "pop_last_activations_requiring_backward")
+def last_in_first_out(_: Any, state: PipelineTrainBatchState) -> Any:
     """The newest forward is the first to go backward."""
-
-    def popped(_: Any, state: PipelineTrainBatchState) -> Any:
-        return state.microbatches_activations_requiring_backward.pop()
-
-    method(stack, PipelineTrainBatchState, "pop_last_activations_requiring_backward", popped)
+    return state.microbatches_activations_requiring_backward.pop()
 
 
 def other_block(stack: ExitStack) -> None:
@@ -127,22 +101,18 @@ def other_block(stack: ExitStack) -> None:
         with mock.patch.object(PipelineBlock, "forward", forward):
             return step(trainer, dataloader)
 
-    method(stack, Trainer, "training_step", training_step)
+    patched(stack, Trainer, "training_step", training_step)
 
 
-def norm_of_one_stage(stack: ExitStack) -> None:
-    def clip(right: Any, *, mp_pg: Any, **named: Any) -> Any:
-        return right(mp_pg=dist.new_group([dist.get_rank()], use_local_synchronization=True), **named)
-
-    patched(stack, trainers, "clip_grad_norm", clip)
+@in_place_of(trainers, "clip_grad_norm")
+def norm_of_one_stage(right: Any, *, mp_pg: Any, **named: Any) -> Any:
+    return right(mp_pg=dist.new_group([dist.get_rank()], use_local_synchronization=True), **named)
 
 
-def norm_counts_copies(stack: ExitStack) -> None:
-    def clip(right: Any, **named: Any) -> Any:
-        with mock.patch.object(NanotronParameter, "is_tied", False):
-            return right(**named)
-
-    patched(stack, trainers, "clip_grad_norm", clip)
+@in_place_of(trainers, "clip_grad_norm")
+def norm_counts_copies(right: Any, **named: Any) -> Any:
+    with mock.patch.object(NanotronParameter, "is_tied", False):
+        return right(**named)
 
 
 def clipped_too_early(stack: ExitStack) -> None:
@@ -161,42 +131,33 @@ def clipped_too_early(stack: ExitStack) -> None:
     patched(stack, trainers, "sync_tied_weights_gradients", sync)
 
 
-def not_cleared(stack: ExitStack) -> None:
+@in_place_of(Trainer, "training_step")
+def not_cleared(right: Any, trainer: Trainer, dataloader: Iterator[Any]) -> Any:
     """Gradients begin with what was in their memory: the weights."""
-
-    def training_step(right: Any, trainer: Trainer, dataloader: Iterator[Any]) -> Any:
-        for one in trainer.unwrapped_model.parameters():
-            one.grad = one.detach().clone()
-        return right(trainer, dataloader)
-
-    method(stack, Trainer, "training_step", training_step)
+    for one in trainer.unwrapped_model.parameters():
+        one.grad = one.detach().clone()
+    return right(trainer, dataloader)
 
 
-def half_kept(stack: ExitStack) -> None:
+@in_place_of(FP32GradientAccumulator, "_accumulate_grad")
+def half_kept(right: Any, sums: Any, name: str, half_param: Any) -> None:
     """A microbatch's gradient is left when it was added to the sum, and is added with the next ones again."""
-
-    def accumulate(right: Any, sums: Any, name: str, half_param: Any) -> None:
-        grad = half_param.grad
-        right(sums, name, half_param)
-        half_param.grad = grad
-
-    method(stack, FP32GradientAccumulator, "_accumulate_grad", accumulate)
+    grad = half_param.grad
+    right(sums, name, half_param)
+    half_param.grad = grad
 
 
-def last_not_added(stack: ExitStack) -> None:
+@in_place_of(helpers, "get_fp32_accum_hook")
+def last_not_added(right: Any, **named: Any) -> Any:
     """DDP's hook reduces the sums, and does not add the last microbatch's gradients before."""
+    hook = right(**named)
 
-    def hook_of(right: Any, **named: Any) -> Any:
-        hook = right(**named)
+    def wrong(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        nothing = [torch.zeros_like(one) for one in bucket.gradients()]
+        given = {"parameters": bucket.parameters, "gradients": lambda: nothing, "buffer": bucket.buffer}
+        return hook(state, SimpleNamespace(**given))
 
-        def wrong(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            nothing = [torch.zeros_like(one) for one in bucket.gradients()]
-            given = {"parameters": bucket.parameters, "gradients": lambda: nothing, "buffer": bucket.buffer}
-            return hook(state, SimpleNamespace(**given))
-
-        return wrong
-
-    patched(stack, helpers, "get_fp32_accum_hook", hook_of)
+    return wrong
 
 
 TIED = ("parameter model.model.token_position_embeddings.pp_block.token_embedding.weight",)
@@ -206,9 +167,13 @@ SUMS = Layout(bf16=True, fp32_sums=True)
 FAULTS = {
     "not-divided": Fault(not_divided, Layout(), "scale"),
     "divided-at-each-stage": Fault(divided_at_each_stage, Layout(), "scale", (f"{FIRST}, action 0B0",)),
-    "tied-not-synced": Fault(tied_not_synced, Layout(tied=True), "tied-not-summed", TIED),
+    "tied-not-synced": Fault(
+        left_out(trainers, "sync_tied_weights_gradients"), Layout(tied=True), "tied-not-summed", TIED
+    ),
     "tied-averaged": Fault(tied_averaged, Layout(tied=True), "scale", TIED),
-    "replicas-not-synced": Fault(replicas_not_synced, Layout(dp=2, ddp=False), "not-reduced", EACH_STAGE),
+    "replicas-not-synced": Fault(
+        left_out(trainers, "sync_gradients_across_dp"), Layout(dp=2, ddp=False), "not-reduced", EACH_STAGE
+    ),
     "replicas-summed": Fault(replicas_summed, Layout(dp=2, ddp=False), "scale"),
     "synced-too-early": Fault(synced_too_early, Layout(dp=2), "not-reduced", EACH_STAGE),
     "other-stream": Fault(other_stream, Layout(), "swapped-data", (f"{LAST}, {ALL}, action 1F0",)),

@@ -15,6 +15,8 @@ from tests.frameworks.colossalai_faults import FAULTS
 from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_colossal import Layout, judged
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 # To the bit, but for norms, which are added in another order: these are not computed here.
 BITWISE = {
     "1f1b": (Layout(clipped=False), 4),
@@ -47,7 +49,6 @@ BF16 = {
 TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", TIERS)
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
@@ -62,7 +63,6 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert verdict.law("microbatches").checked == 4 * layout.pp * layout.chunks
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -71,7 +71,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_plugin_cuts_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.outcome == "unknown"
@@ -88,14 +87,12 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
         pass
 
 
-@pytest.mark.pipeproof_ranks
 def test_ranks_of_a_stage_that_are_neighbours_are_refused(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(dp=2, dp_outside=False), whitebox=whitebox)
     assert verdict.outcome == "unknown"
     assert "dp_outside is False: pipeproof.colossalai.validate covers True only, the default" in verdict.details
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_model_in_bf16_beside_a_reference_in_fp32_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(bf16=True), dtype=None, whitebox=whitebox)
     assert verdict.outcome == "unknown"

@@ -23,6 +23,8 @@ from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.engines.tiny_pipe import judged, loss_fn
 from tests.frameworks.fault import named, passed
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 BITWISE = {
     "1f1b": (Layout(), 4),
     "one-stage": (Layout(pp=1), 4),
@@ -50,7 +52,6 @@ BF16 = {
 TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", TIERS)
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
@@ -82,7 +83,6 @@ def checked_of_pairs(_: RankContext, layout: Layout) -> Verdict:
         return check.verdict
 
 
-@pytest.mark.pipeproof_ranks
 def test_labels_of_several_tensors_serve_validate_and_check_step_alike(whitebox: WhiteBox, world: World) -> None:
     verdict = pipeproof.deepspeed.validate(
         partial(step_of_pairs, Layout()),
@@ -97,7 +97,6 @@ def test_labels_of_several_tensors_serve_validate_and_check_step_alike(whitebox:
         assert (verdict.outcome, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -105,7 +104,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_engine_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.outcome == "unknown"

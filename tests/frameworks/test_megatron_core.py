@@ -19,6 +19,8 @@ from tests.frameworks.engines.tiny_gpt import judged
 from tests.frameworks.fault import named, passed
 from tests.frameworks.megatron_faults import FAULTS
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 BITWISE = {
     "1f1b": (Layout(), 4),
     "one-stage": (Layout(pp=1), 4),
@@ -47,7 +49,6 @@ ROUNDED = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", [*BITWISE, *ROUNDED])
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | ROUNDED)[name]
@@ -58,7 +59,6 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert (verdict.law("grad-norm").outcome == "pass") == layout.optimizer
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -66,7 +66,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("layout", "outcome"),
     [

@@ -21,6 +21,8 @@ from tests.frameworks.fault import named, passed
 from tests.frameworks.nanotron_faults import FAULTS
 from tests.frameworks.tiny_llama import Layout, Trainer, judged
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 BITWISE = {
     "1f1b": (Layout(clip=None), 4),
     "afab": (Layout(engine="afab", clip=None), 4),
@@ -52,7 +54,6 @@ BF16 = {
 TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", TIERS)
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32 | BF16)[name]
@@ -63,7 +64,6 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -71,7 +71,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_after_the_step_are_compared_too(zero: int, whitebox: WhiteBox) -> None:
     verdict = judged(Layout(dp=2, zero=zero), updated=True, whitebox=whitebox)
@@ -82,7 +81,6 @@ def test_weights_after_the_step_are_compared_too(zero: int, whitebox: WhiteBox) 
 CLIPPED = Layout(clip=0.05)
 
 
-@pytest.mark.pipeproof_ranks
 def test_an_update_of_gradients_that_were_clipped_is_compared_with_the_same(whitebox: WhiteBox) -> None:
     verdict = judged(CLIPPED, updated=True, whitebox=whitebox)
     assert verdict.outcome == "pass", str(verdict)
@@ -106,7 +104,6 @@ def updated_with_less(layout: Layout, model: Any, microbatches: list[Any]) -> An
     return observed.result()
 
 
-@pytest.mark.pipeproof_ranks
 def test_updates_of_copies_in_fp32_are_said_not_to_be_compared(whitebox: WhiteBox) -> None:
     verdict = judged(SUMS, updated=True, whitebox=whitebox)
     assert verdict.outcome == "pass", str(verdict)
@@ -115,7 +112,6 @@ def test_updates_of_copies_in_fp32_are_said_not_to_be_compared(whitebox: WhiteBo
     assert "not compared where the optimizer has copies of the weights in a wider type" in law.note
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_step_may_be_trained_before_the_one_that_is_judged(updated: bool, whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=warmed_up, updated=updated, whitebox=whitebox)
@@ -133,7 +129,6 @@ def warmed_up(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
     return observed.result()
 
 
-@pytest.mark.pipeproof_ranks
 def test_another_number_of_microbatches_than_the_trainer_takes_is_said(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
     assert verdict.outcome == "unknown"

@@ -26,6 +26,8 @@ from tests.frameworks.jobs import (
 )
 from tests.frameworks.tiny_colossal import Layout
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 RIGHT = {
     "1f1b": (Layout(clipped=False), "bitwise"),
     "tied-clipped": (Layout(tied=True), "fp32"),
@@ -68,7 +70,6 @@ def opened(layout: Layout) -> Any:
     return partial(job_of, microbatches=2 if layout.zero and layout.dp > 1 else 4)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
@@ -76,7 +77,6 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     assert_right(world, opened(layout), layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "bf16-tied", "zero-1"])
 def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
@@ -85,19 +85,16 @@ def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World
     )
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, NAMED[fault])
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", BY_ITSELF)
 def test_a_fault_is_named_in_a_job_that_is_held_against_itself(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, BY_ITSELF[fault], by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 def test_weights_that_stages_share_are_known_by_the_names_of_a_model(world: World) -> None:
     for verdict in world.run(boosted_job.without_names, Layout(tied=True), ranks=2):
         assert verdict.outcome == "unknown"
@@ -111,7 +108,6 @@ RECORDED = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     layout, tier = RECORDED[name]
@@ -121,7 +117,6 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
     assert verdict.law("updated-parameters").outcome == "pass"
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_recorded_step_of_replicas_in_bf16_is_undecided(world: World, tmp_path: Path) -> None:
     """One device knows of no replicas, which reduce their sums: in bf16 that may hide a lost microbatch."""
     layout = Layout(zero=1, dp=2, bf16=True)
@@ -130,13 +125,11 @@ def test_a_recorded_step_of_replicas_in_bf16_is_undecided(world: World, tmp_path
     assert passed(verdict) >= {"loss", "parameters-once", "presence", "grad-norm"}
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_fault_in_a_recorded_step_is_named(world: World, tmp_path: Path) -> None:
     verdict = compared(world, job_of, Layout(), tmp_path, boosted_job.expected(Layout()), "not-divided")
     assert named(verdict) == ("fail", [("scale", "everywhere")])
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.filterwarnings("ignore:the step was not recorded")
 def test_replicas_that_differ_are_no_record_and_the_job_goes_on(world: World, tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
@@ -145,7 +138,6 @@ def test_replicas_that_differ_are_no_record_and_the_job_goes_on(world: World, tm
     assert not path.exists()
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout("interleaved", chunks=2, tied=True)], ids=str)
 def test_gradients_of_two_batches_are_added(layout: Layout, world: World) -> None:
     for verdict in world.run(boosted_job.accumulated, layout, True, ranks=layout.pp * layout.dp):
@@ -153,7 +145,6 @@ def test_gradients_of_two_batches_are_added(layout: Layout, world: World) -> Non
         assert verdict.law("loss").checked == 8 * layout.dp
 
 
-@pytest.mark.pipeproof_ranks
 def test_colossalai_counts_tied_gradients_of_the_first_batch_twice(world: World) -> None:
     """As it is: without ``no_sync`` what the stages' sum was already is summed over them again with the next batch."""
     for verdict in world.run(boosted_job.accumulated, Layout(tied=True), False, ranks=2):
@@ -172,7 +163,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_covered_is_said_and_the_job_goes_on(kind: str, world: World) -> None:
     for verdict, trained in world.run(boosted_job.refused, Layout(), kind, ranks=2):
@@ -181,7 +171,6 @@ def test_what_is_not_covered_is_said_and_the_job_goes_on(kind: str, world: World
         assert trained == (kind != "no step")
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_the_job_raises_is_its_own_and_other_data_is_no_wrong_step(world: World) -> None:
     assert_its_own(world, job_of, Layout())
     assert_other_data_is_said(world, job_of, Layout())

@@ -13,6 +13,8 @@ from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks.jobs import assert_its_own, assert_named, assert_other_data_is_said, assert_right
 from tests.frameworks.pipe_job import job_of
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 RIGHT = {
     "1f1b": (Layout(), "bitwise"),
     "replicas-tied": (Layout(dp=2, tied=True), "fp32"),
@@ -54,7 +56,6 @@ IN_SHARDS = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
@@ -62,31 +63,26 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
     assert_right(world, job_of, RIGHT[name][0], None, {"boundaries", "gradient", "loss"}, by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, NAMED[fault])
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", BY_ITSELF)
 def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, BY_ITSELF[fault], by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", IN_SHARDS)
 def test_a_fault_in_a_job_with_zero_1_is_caught_and_named(fault: str, world: World) -> None:
     assert_named(world, job_of, Layout(dp=2, zero=1), fault, IN_SHARDS[fault])
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_the_job_raises_is_its_own_and_other_data_is_no_wrong_step(world: World) -> None:
     assert_its_own(world, job_of, Layout())
     assert_other_data_is_said(world, job_of, Layout())

@@ -26,6 +26,8 @@ from tests.frameworks.jobs import (
 )
 from tests.frameworks.megatron_faults import BF16, FAULTS
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 RIGHT = {
     "1f1b": Layout(optimizer=True),
     "interleaved-tied": Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True),
@@ -80,38 +82,32 @@ BY_ITSELF = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     assert_right(world, job_of, RIGHT[name], "fp32", {"gradient", "loss", "parameters-once", "grad-norm"})
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", [name for name in RIGHT if name != "replicas-per-token"])
 def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
     laws = {"boundaries", "gradient", "loss", "grad-norm"}
     assert_right(world, job_of, RIGHT[name], None, laws, by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(("fault", "layout", "causes"), NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(fault: str, layout: Layout | None, causes: Any, world: World) -> None:
     assert_named(world, job_of, layout or FAULTS[fault].layout, fault, causes)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", BY_ITSELF)
 def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, BY_ITSELF[fault], by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_megatrons_tracker_draws_is_drawn_again_and_the_job_draws_on(world: World) -> None:
     for verdict, harmed in world.run(gpt_job.drew_by_the_tracker, Layout(optimizer=True), ranks=2):
         assert (verdict.outcome, harmed) == ("pass", []), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself(world: World) -> None:
     layout = RIGHT["replicas-per-token"]
     for verdict, harmed in world.run(checked_and_unchecked, job_of, layout, True, ranks=ranks_of(layout)):
@@ -119,13 +115,11 @@ def test_a_step_whose_gradients_are_divided_by_tokens_is_not_held_against_itself
         assert "calculate_per_token_loss is True, and no rank knows the tokens of all" in verdict.details
 
 
-@pytest.mark.pipeproof_ranks
 def test_gradients_of_the_step_before_are_known_where_megatron_adds_to_them(world: World) -> None:
     for verdict in world.run(gpt_job.not_cleared, Layout(optimizer=True), ranks=2):
         assert named(verdict) == ("fail", [("stale-gradient", "everywhere")]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> None:
     for verdict in world.run(checked, job_of, FAULTS["other-stream"].layout, "other-stream", ranks=2):
         assert verdict.outcome == "fail", str(verdict)
@@ -133,7 +127,6 @@ def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> N
         assert verdict.causes == ()
 
 
-@pytest.mark.pipeproof_ranks
 def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(world: World) -> None:
     for verdict in world.run(checked, job_of, SHARDS, "shard-zeroed", ranks=4):
         failed = {law.name for law in verdict.laws if law.outcome == "fail"}
@@ -142,7 +135,6 @@ def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(wor
         assert "gradients were changed after they were compared and before it was formed" in verdict.details
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_a_job_draws_is_held_against_what_was_given_in_any_order(world: World) -> None:
     assert_other_data_is_said(world, job_of, Layout(optimizer=True))
     assert_any_order_passes(world, job_of, Layout(optimizer=True))

@@ -19,6 +19,8 @@ from tests.frameworks.llama_job import job_of
 from tests.frameworks.nanotron_faults import FAULTS, SUMS
 from tests.frameworks.tiny_llama import Layout
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 RIGHT = {
     "1f1b": (Layout(), "fp32"),
     "afab-tied": (Layout(engine="afab", tied=True), "fp32"),
@@ -39,7 +41,6 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
@@ -47,7 +48,6 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
     said = NAMED[fault]
@@ -55,28 +55,24 @@ def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
     assert_named(world, job_of, FAULTS[fault].layout, fault, cause)
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_afab_keeps_of_a_step_that_raised_is_found_in_the_next(world: World) -> None:
     """Nothing is planted: nanotron's queues are of the class, and outlive a step."""
     for verdict in world.run(llama_job.tried_again, Layout(engine="afab"), ranks=2):
         assert named(verdict) == ("fail", [("doubled", "microbatches 0, 1")]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_gradients_that_were_not_cleared_are_found_in_the_next_step(world: World) -> None:
     for verdict in world.run(llama_job.not_cleared, SUMS, ranks=2):
         assert verdict.outcome == "fail", str(verdict)
         assert [cause.kind for cause in verdict.causes] == ["stale-gradient"], str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_is_no_trainer_is_said_and_the_job_goes_on(world: World) -> None:
     for said, trained in world.run(llama_job.refused, Layout(), ranks=2):
         assert "the trainer is a str without model: expected nanotron's DistributedTrainer" in said
         assert trained
 
 
-@pytest.mark.pipeproof_ranks
 def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("1f1b", "afab")]
     for path in paths:

@@ -27,6 +27,8 @@ from tests.frameworks.jobs import (
 from tests.frameworks.titan_job import job_of
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 RIGHT = {
     "1f1b": (Layout(), "bitwise"),
     "1f1b-clipped": (Layout(clipped=True), "fp32"),
@@ -67,7 +69,6 @@ BY_ITSELF: dict[str, tuple[Layout, tuple[str, str] | None]] = {  # the first of 
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
@@ -75,28 +76,24 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     assert_right(world, job_of, layout, tier, {"gradient", "loss", "parameters-once"} | norm)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_that_is_held_against_itself_passes(name: str, world: World) -> None:
     laws = {"boundaries", "gradient", "loss", "updated-parameters"}
     assert_right(world, job_of, RIGHT[name][0], None, laws, by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(fault: str, world: World) -> None:
     layout, causes = NAMED[fault]
     assert_named(world, job_of, layout, fault, causes)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("fault", BY_ITSELF)
 def test_a_fault_in_a_step_that_is_held_against_itself_is_named(fault: str, world: World) -> None:
     layout, first = BY_ITSELF[fault]
     assert_named(world, job_of, layout, fault, first or [], by_itself=True)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", ["other-positions", "positions-lost", "labels-not-shifted", "other-weights"])
 def test_what_sums_alone_do_not_tell_is_caught_and_no_cause_is_named(name: str, world: World) -> None:
     layout = FAULTS[name].layout if name in FAULTS else Layout()
@@ -111,7 +108,6 @@ RECORDED = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
     layout, tier = RECORDED[name]
@@ -123,25 +119,21 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
     assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(("fault", "layout"), [("not-divided", Layout()), ("mean-over-replicas", IN_SHARDS)])
 def test_a_fault_in_a_recorded_step_is_named(fault: str, layout: Layout, world: World, tmp_path: Path) -> None:
     verdict = compared(world, job_of, layout, tmp_path, titan_job.expected(layout), fault)
     assert named(verdict) == ("fail", [("scale", "everywhere")]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_the_job_raises_is_its_own(world: World) -> None:
     assert_its_own(world, job_of, IN_SHARDS)
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_a_job_draws_is_held_against_what_was_given_in_any_order(world: World) -> None:
     assert_other_data_is_said(world, job_of, Layout())
     assert_any_order_passes(world, job_of, Layout())
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [

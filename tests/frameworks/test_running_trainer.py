@@ -17,7 +17,10 @@ from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record_file import read
 from tests.frameworks import hf_job
 from tests.frameworks.fault import named, passed
-from tests.frameworks.hf_job import FAULTS, Job
+from tests.frameworks.hf_job import FAULTS, Job, job_of
+from tests.frameworks.jobs import assert_named, assert_right, compared, recorded
+
+pytestmark = pytest.mark.pipeproof_ranks
 
 RIGHT = {
     "llama": (Job(), "fp32"),
@@ -40,23 +43,15 @@ NAMED = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     job, tier = RIGHT[name]
-    for verdict, harmed in world.run(hf_job.checked_and_unchecked, job, ranks=job.ranks):
-        assert (verdict.outcome, verdict.tier) == ("pass", tier), str(verdict)
-        assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
-        assert harmed == []
+    assert_right(world, job_of, job, tier, {"gradient", "loss", "parameters-once", "grad-norm"})
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
-    job, (kind, place) = FAULTS[name][0], NAMED[name]
-    for verdict in world.run(hf_job.checked, job, name, ranks=job.ranks):
-        outcome, causes = named(verdict)
-        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
+    assert_named(world, job_of, FAULTS[name][0], name, NAMED[name])
 
 
 RECORDED = {  # each beside one process that trains four microbatches
@@ -66,28 +61,25 @@ RECORDED = {  # each beside one process that trains four microbatches
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
-    verdict = compared(RECORDED[name], "", world, tmp_path)
+    verdict = beside_one_device(RECORDED[name], "", world, tmp_path)
     assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
     assert verdict.law("loss").checked == 4
 
 
-def compared(job: Job, fault: str, world: World, folder: Path) -> Verdict:
-    expected, observed = str(folder / "expected.safetensors"), str(folder / "observed.safetensors")
-    world.run(hf_job.expected, replace(job, ranks=1, accumulation=job.ranks * job.accumulation), expected, ranks=1)
-    assert world.run(hf_job.recorded, job, observed, fault, ranks=job.ranks) == [""] * job.ranks
-    return compare(read(expected), read(observed))
+def beside_one_device(job: Job, fault: str, world: World, folder: Path) -> Verdict:
+    path = str(folder / "expected.safetensors")
+    world.run(hf_job.expected, replace(job, ranks=1, accumulation=job.ranks * job.accumulation), path, ranks=1)
+    return compared(world, job_of, job, folder, read(path), fault)
 
 
-@pytest.mark.pipeproof_ranks
 def test_one_process_and_ddp_give_the_same_step(world: World, tmp_path: Path) -> None:
     one, two = Job(accumulation=4, checked=0, optimizer="sgd"), Job(ranks=2, checked=0, optimizer="sgd")
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
     for job, path in zip((one, two), paths, strict=True):
-        assert world.run(hf_job.recorded, job, path, "", ranks=job.ranks) == [""] * job.ranks
+        assert world.run(recorded, job_of, job, path, ranks=job.ranks) == [""] * job.ranks
     verdict = compare(*map(read, paths), sides=RUNS)
     assert (verdict.outcome, verdict.tier) == ("pass", "fp32"), str(verdict)
 
@@ -98,25 +90,22 @@ RECORDED_FAULTS = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RECORDED_FAULTS)
 def test_a_fault_in_a_recorded_step_is_caught(name: str, world: World, tmp_path: Path) -> None:
     job, causes = RECORDED_FAULTS[name]
-    verdict = compared(job, name, world, tmp_path)
+    verdict = beside_one_device(job, name, world, tmp_path)
     assert named(verdict) == ("fail", causes), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.filterwarnings("ignore:the step was not recorded")
 def test_a_step_that_never_came_is_said(world: World, tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
-    (problem,) = world.run(hf_job.recorded, Job(), str(path), "", 9, ranks=1)
+    (problem,) = world.run(recorded, job_of, Job(checked=9, steps=3), str(path), ranks=1)
     assert problem == "the block took no step 9: call trainer.train in it, with max_steps above 9"
     assert not path.exists()
 
 
-@pytest.mark.pipeproof_ranks
 def test_what_the_job_raises_is_its_own_and_the_trainer_is_as_it_was(world: World) -> None:
-    ((raised, verdict, clean),) = world.run(hf_job.ended_early, Job(), ranks=1)
+    ((raised, verdict, clean),) = world.run(hf_job.ended_early, Job(checked=0), ranks=1)
     assert (raised, clean) == ('KeyError("the job\'s own")', True)
     assert verdict.startswith("ERROR rank 0 raised KeyError")

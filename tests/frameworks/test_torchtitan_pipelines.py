@@ -16,6 +16,8 @@ from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layou
 from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import FAULTS
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 BITWISE = {
     "1f1b": (Layout(), 4),
     "interleaved": (Layout(schedule="Interleaved1F1B", vp=2), 4),
@@ -31,7 +33,6 @@ FP32 = {
 }
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", BITWISE | FP32)
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout, microbatches = (BITWISE | FP32)[name]
@@ -42,7 +43,6 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert ("grad-norm" in passed(verdict)) == layout.clipped
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -50,7 +50,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 def test_positions_that_come_to_the_first_stage_alone_are_caught_without_a_name(whitebox: WhiteBox) -> None:
     verdict = judged(Layout(), own_step=partial(torchtitan_faults.step, "positions-lost"), whitebox=whitebox)
     assert verdict.outcome == "fail", str(verdict)

@@ -15,6 +15,8 @@ from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_hf import Layout, judged
 from tests.frameworks.transformers_faults import FAULTS, UNNAMED
 
+pytestmark = pytest.mark.pipeproof_ranks
+
 BITWISE = {
     "llama": Layout(),
     "llama-four-ranks-tied": Layout(pp=4, tied=True),
@@ -39,7 +41,6 @@ BITWISE = {
 FP32 = {"clipped": Layout(clipped=True), "replicas": Layout(dp=2)}
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", BITWISE | FP32)
 def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     layout = (BITWISE | FP32)[name]
@@ -51,7 +52,6 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert ("tied-copies" in passed(verdict)) == layout.tied
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
@@ -59,7 +59,6 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
-@pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", UNNAMED)
 def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_name(
     name: str, whitebox: WhiteBox
@@ -70,7 +69,6 @@ def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_na
     assert "rank 1, stage 1" in verdict.details
 
 
-@pytest.mark.pipeproof_ranks
 def test_tokens_of_one_replica_alone_are_caught_at_every_microbatch(whitebox: WhiteBox) -> None:
     own_step = partial(transformers_faults.step, "own-tokens")
     verdict = judged(Layout(dp=2), own_step=own_step, microbatches=8, whitebox=whitebox)

@@ -16,87 +16,68 @@ from pipeproof import StepResult
 from tests.frameworks.engines import tiny_titan
 from tests.frameworks.engines.tiny_titan import Data
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout as Layout
-from tests.frameworks.fault import Fault, method, patched, planted
+from tests.frameworks.fault import Fault, Plant, in_place_of, patched, planted
 
 
-def not_divided(stack: ExitStack) -> None:
+@in_place_of(tiny_titan, "forward_backward_step")
+def not_divided(right: Any, trainer: SimpleNamespace, data: Data, tokens: Tensor) -> None:
     """The loss function is not told of the tokens."""
-    patched(stack, tiny_titan, "forward_backward_step", lambda right, trainer, data, tokens: right(trainer, data, None))
+    right(trainer, data, None)
 
 
-def own_tokens(stack: ExitStack) -> None:
+@in_place_of(dist_utils, "dist_sum_tensor")
+def own_tokens(right: Any, tokens: Tensor, mesh: Any) -> Tensor:
     """A replica's tokens are not summed with those of the others."""
-    patched(stack, dist_utils, "dist_sum_tensor", lambda right, tokens, mesh: tokens)
+    return tokens
 
 
-def mean_of_means(stack: ExitStack) -> None:
+@in_place_of(CrossEntropyLoss, "__call__")
+def mean_of_means(right: Any, own: CrossEntropyLoss, pred: Tensor, labels: Tensor, **named: Any) -> Any:
     """Every microbatch is divided by its own tokens, and by the number of microbatches."""
-
-    def loss(right: Any, own: CrossEntropyLoss, pred: Tensor, labels: Tensor, **named: Any) -> Any:
-        tokens = 4 * (labels != IGNORE_INDEX).sum()
-        return right(own, pred, labels, tokens)
-
-    method(stack, CrossEntropyLoss, "__call__", loss)
+    tokens = 4 * (labels != IGNORE_INDEX).sum()
+    return right(own, pred, labels, tokens)
 
 
-def ignored_counted(stack: ExitStack) -> None:
+@in_place_of(tiny_titan, "valid_tokens")
+def ignored_counted(right: Any, trainer: SimpleNamespace, labels: list[Tensor]) -> Tensor:
     """Labels that the loss ignores count as tokens."""
-    patched(
-        stack,
-        tiny_titan,
-        "valid_tokens",
-        lambda right, trainer, labels: torch.tensor(sum(one.numel() for one in labels)),
-    )
+    return torch.tensor(sum(one.numel() for one in labels))
 
 
-def given(stack: ExitStack, wrong: Callable[[SimpleNamespace, Data], Data]) -> None:
+def given(wrong: Callable[[SimpleNamespace, Data], Data]) -> Plant:
     """Have a rank train on what ``wrong`` makes of its data; the tokens are counted before."""
-
-    def forward_backward_step(right: Any, trainer: SimpleNamespace, data: Data, tokens: Tensor) -> None:
-        right(trainer, wrong(trainer, data), tokens)
-
-    patched(stack, tiny_titan, "forward_backward_step", forward_backward_step)
+    trained = in_place_of(tiny_titan, "forward_backward_step")
+    return trained(lambda right, trainer, data, tokens: right(trainer, wrong(trainer, data), tokens))
 
 
-def other_positions(stack: ExitStack) -> None:
+@given
+def other_positions(trainer: SimpleNamespace, data: Data) -> Data:
     """The last stage has the positions of the microbatch after."""
-
-    def rotated(trainer: SimpleNamespace, data: Data) -> Data:
-        if not trainer.pp_has_last_stage:
-            return data
-        moved = [*data[1:], data[0]]
-        return [
-            ({**one, "positions": other["positions"]}, labels)
-            for (one, labels), (other, _) in zip(data, moved, strict=True)
-        ]
-
-    given(stack, rotated)
+    if not trainer.pp_has_last_stage:
+        return data
+    moved = [*data[1:], data[0]]
+    return [
+        ({**one, "positions": other["positions"]}, labels)
+        for (one, labels), (other, _) in zip(data, moved, strict=True)
+    ]
 
 
-def positions_lost(stack: ExitStack) -> None:
+@given
+def positions_lost(trainer: SimpleNamespace, data: Data) -> Data:
     """Keyword arguments come to the first stage alone."""
-
-    def first_alone(trainer: SimpleNamespace, data: Data) -> Data:
-        return data if trainer.pp_has_first_stage else [({"input": one["input"]}, labels) for one, labels in data]
-
-    given(stack, first_alone)
+    return data if trainer.pp_has_first_stage else [({"input": one["input"]}, labels) for one, labels in data]
 
 
-def other_labels(stack: ExitStack) -> None:
+@given
+def other_labels(trainer: SimpleNamespace, data: Data) -> Data:
     """The last stage has the labels of the microbatch after."""
-    given(
-        stack,
-        lambda trainer, data: [(one, data[(k + 1) % len(data)][1]) for k, (one, _) in enumerate(data)],
-    )
+    return [(one, data[(k + 1) % len(data)][1]) for k, (one, _) in enumerate(data)]
 
 
-def labels_not_shifted(stack: ExitStack) -> None:
+@given
+def labels_not_shifted(trainer: SimpleNamespace, data: Data) -> Data:
     """Labels are the words themselves, not those that come next."""
-
-    def same(trainer: SimpleNamespace, data: Data) -> Data:
-        return [(one, torch.where(labels == IGNORE_INDEX, labels, one["input"])) for one, labels in data]
-
-    given(stack, same)
+    return [(one, torch.where(labels == IGNORE_INDEX, labels, one["input"])) for one, labels in data]
 
 
 def last_dropped(stack: ExitStack) -> None:
@@ -106,82 +87,63 @@ def last_dropped(stack: ExitStack) -> None:
         return right(local_batch_size=local_batch_size - tiny_titan.ROWS, **named)
 
     patched(stack, pipeline_parallel, "_build_pipeline_schedule", scheduled)
-    given(stack, lambda trainer, data: data[:-1])
+    given(lambda trainer, data: data[:-1])(stack)
 
 
-def scaled_by_schedule(stack: ExitStack) -> None:
+@in_place_of(pipeline_parallel, "_build_pipeline_schedule")
+def scaled_by_schedule(right: Any, **named: Any) -> Any:
     """The schedule divides by the number of microbatches, too."""
-
-    def scheduled(right: Any, **named: Any) -> Any:
-        schedule = right(**named)
-        schedule.scale_grads = True
-        return schedule
-
-    patched(stack, pipeline_parallel, "_build_pipeline_schedule", scheduled)
+    schedule = right(**named)
+    schedule.scale_grads = True
+    return schedule
 
 
-def split(stack: ExitStack, wrong: Callable[[list[list[str]]], list[list[str]]]) -> None:
-    """Have stages hold the modules that ``wrong`` makes of the right ones."""
-    name = "_generate_llm_fqn_per_model_part"
-    patched(stack, pipeline_parallel, name, lambda right, *sizes: wrong(right(*sizes)))
-
-
-def layer_lost(stack: ExitStack) -> None:
+@in_place_of(pipeline_parallel, "_generate_llm_fqn_per_model_part")
+def layer_lost(right: Any, *sizes: Any) -> list[list[str]]:
     """The last stage begins one layer too late."""
-    split(stack, lambda parts: [*parts[:-1], parts[-1][1:]])
+    *others, last = right(*sizes)
+    return [*others, last[1:]]
 
 
-def layer_twice(stack: ExitStack) -> None:
+@in_place_of(pipeline_parallel, "_generate_llm_fqn_per_model_part")
+def layer_twice(right: Any, *sizes: Any) -> list[list[str]]:
     """The last stage begins one layer too early: what the first ends with runs twice."""
-    split(stack, lambda parts: [*parts[:-1], [parts[-2][-1], *parts[-1]]])
+    *others, last = right(*sizes)
+    return [*others, [others[-1][-1], *last]]
 
 
-def norm_of_one_stage(stack: ExitStack) -> None:
+@in_place_of(dist_utils, "clip_grad_norm_")
+def norm_of_one_stage(right: Any, *given: Any, pp_mesh: Any, **named: Any) -> Any:
     """The norm is not summed over stages."""
-    patched(
-        stack,
-        dist_utils,
-        "clip_grad_norm_",
-        lambda right, *given, pp_mesh, **named: right(*given, pp_mesh=None, **named),
-    )
+    return right(*given, pp_mesh=None, **named)
 
 
-def other_weights(stack: ExitStack) -> None:
+@in_place_of(tiny_titan, "train_step")
+def other_weights(right: Any, layout: Layout, trainer: SimpleNamespace, data: Data) -> None:
     """The last stage draws its own output layer."""
-
-    def train_step(right: Any, layout: Layout, trainer: SimpleNamespace, data: Data) -> None:
-        if trainer.pp_has_last_stage:
-            torch.manual_seed(1)
-            with torch.no_grad():
-                drawn: Any = trainer.model_parts[-1].lm_head.weight
-                getattr(drawn, "_local_tensor", drawn).normal_(std=0.25)
-        right(layout, trainer, data)
-
-    patched(stack, tiny_titan, "train_step", train_step)
+    if trainer.pp_has_last_stage:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            drawn: Any = trainer.model_parts[-1].lm_head.weight
+            getattr(drawn, "_local_tensor", drawn).normal_(std=0.25)
+    right(layout, trainer, data)
 
 
-def sharded(stack: ExitStack, wrong: Callable[[FSDPModule], None]) -> None:
-    """Do ``wrong`` to every part that FSDP has."""
-
-    def made(right: Any, *given: Any) -> SimpleNamespace:
-        trainer: SimpleNamespace = right(*given)
-        for part in trainer.model_parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    wrong(module)
-        return trainer
-
-    patched(stack, tiny_titan, "made", made)
-
-
-def mean_over_replicas(stack: ExitStack) -> None:
+@in_place_of(tiny_titan, "made")
+def mean_over_replicas(right: Any, *given: Any) -> SimpleNamespace:
     """Gradients are divided by the number of replicas, though the tokens of all are divided by already."""
-    sharded(stack, lambda module: module.set_gradient_divide_factor(2.0))
+    trainer: SimpleNamespace = right(*given)
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+    return trainer
 
 
-def scattered(stack: ExitStack, wrong: Callable[[Tensor, int], Tensor]) -> None:
+def scattered(wrong: Callable[[Tensor, int], Tensor]) -> Plant:
     """Have ranks reduce what ``wrong`` makes of all shards and of a rank, or keep it where it is one shard."""
 
+    @in_place_of(torch.distributed, "reduce_scatter_single")
     def scatter(right: Any, *, output: Tensor, input: Tensor, group: Any, **named: Any) -> Any:
         made = wrong(input.view(group.size(), -1), group.rank())
         if made.numel() == input.numel():
@@ -189,17 +151,7 @@ def scattered(stack: ExitStack, wrong: Callable[[Tensor, int], Tensor]) -> None:
         output.copy_(made)
         return None
 
-    patched(stack, torch.distributed, "reduce_scatter_single", scatter)
-
-
-def shards_off_by_one(stack: ExitStack) -> None:
-    """Every rank is given the sum of the next rank's shard."""
-    scattered(stack, lambda rows, rank: rows.roll(-1, 0))
-
-
-def shard_not_reduced(stack: ExitStack) -> None:
-    """Ranks keep their own part of the sum in their shards."""
-    scattered(stack, lambda rows, rank: rows[rank])
+    return scatter
 
 
 LAST = "rank 1, stage 1"
@@ -228,8 +180,8 @@ FAULTS = {
 }
 PLANTS = {name: one.plant for name, one in FAULTS.items()} | {
     "positions-lost": positions_lost,
-    "shards-off-by-one": shards_off_by_one,
-    "shards-not-reduced": shard_not_reduced,
+    "shards-off-by-one": scattered(lambda rows, rank: rows.roll(-1, 0)),  # the sum of the next rank's shard
+    "shards-not-reduced": scattered(lambda rows, rank: rows[rank]),  # a rank's own part of the sum
 }
 
 

@@ -1,10 +1,8 @@
 """Faults at the places where people cut models of transformers' into stages: a step of a tiny one with one of them."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,207 +10,171 @@ from torch import Tensor, nn
 from pipeproof import StepResult
 from pipeproof.wings.adapters import transformers_stage
 from tests.frameworks import tiny_hf
-from tests.frameworks.fault import Fault, patched, planted
+from tests.frameworks.fault import Fault, Plant, in_place_of, left_out, planted
 from tests.frameworks.tiny_hf import IGNORED, Data, Layout
 
 
-def kept_from_later_stages(stack: ExitStack, *names: str) -> None:
-    """Have these come to the first stage alone."""
+def first_alone(name: str) -> Plant:
+    """Have inputs of this name come to the first stage alone."""
 
-    def inputs_of(right: Any, job: SimpleNamespace, one: dict[str, Tensor]) -> dict[str, Tensor]:
+    @in_place_of(tiny_hf, "inputs_of")
+    def plant(right: Any, job: SimpleNamespace, one: dict[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = right(job, one)
-        return {name: given for name, given in found.items() if 0 in job.numbers or name not in names}
+        return {own: given for own, given in found.items() if 0 in job.numbers or own != name}
 
-    patched(stack, tiny_hf, "inputs_of", inputs_of)
-
-
-def mask_lost(stack: ExitStack) -> None:
-    """The attention mask comes to the first stage alone."""
-    kept_from_later_stages(stack, "attention_mask")
+    return plant
 
 
-def positions_lost(stack: ExitStack) -> None:
-    """Position ids come to the first stage alone."""
-    kept_from_later_stages(stack, "position_ids")
-
-
-def given(stack: ExitStack, wrong: Callable[[SimpleNamespace, Data], Data]) -> None:
+def given(wrong: Callable[[SimpleNamespace, Data], Data]) -> Plant:
     """Have a rank train on what ``wrong`` makes of its data; the tokens are counted before."""
-    patched(stack, tiny_hf, "forward_backward", lambda right, job, data: right(job, wrong(job, data)))
+    return in_place_of(tiny_hf, "forward_backward")(lambda right, job, data: right(job, wrong(job, data)))
 
 
-def other_inputs(stack: ExitStack) -> None:
+@given
+def other_inputs(job: SimpleNamespace, data: Data) -> Data:
     """The last stage has the mask and the position ids of the microbatch after."""
-
-    def rotated(job: SimpleNamespace, data: Data) -> Data:
-        if 0 in job.numbers:
-            return data
-        moved = [*data[1:], data[0]]
-        names = ("attention_mask", "position_ids")
-        return [{**one, **{name: other[name] for name in names}} for one, other in zip(data, moved, strict=True)]
-
-    given(stack, rotated)
+    if 0 in job.numbers:
+        return data
+    moved = [*data[1:], data[0]]
+    names = ("attention_mask", "position_ids")
+    return [{**one, **{name: other[name] for name in names}} for one, other in zip(data, moved, strict=True)]
 
 
-def other_labels(stack: ExitStack) -> None:
+@given
+def other_labels(job: SimpleNamespace, data: Data) -> Data:
     """The last stage has the labels of the microbatch after."""
-    given(
-        stack, lambda job, data: [{**one, "labels": data[(k + 1) % len(data)]["labels"]} for k, one in enumerate(data)]
-    )
+    return [{**one, "labels": data[(k + 1) % len(data)]["labels"]} for k, one in enumerate(data)]
 
 
-def shifted_twice(stack: ExitStack) -> None:
+@given
+def shifted_twice(job: SimpleNamespace, data: Data) -> Data:
     """Labels are shifted before the model's loss shifts them."""
-
-    def shifted(job: SimpleNamespace, data: Data) -> Data:
-        return [{**one, "labels": nn.functional.pad(one["labels"][:, 1:], (0, 1), value=IGNORED)} for one in data]
-
-    given(stack, shifted)
+    return [{**one, "labels": nn.functional.pad(one["labels"][:, 1:], (0, 1), value=IGNORED)} for one in data]
 
 
-def not_shifted(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "loss_fn")
+def not_shifted(right: Any, layout: Layout, model: Any, tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
     """The loss is a cross entropy of the user's, which shifts nothing."""
-
-    def loss_fn(right: Any, layout: Layout, model: Any, tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
-        words = logits.flatten(0, 1)
-        return nn.functional.cross_entropy(words, labels.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
-
-    patched(stack, tiny_hf, "loss_fn", loss_fn)
+    words = logits.flatten(0, 1)
+    return nn.functional.cross_entropy(words, labels.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
 
 
-def mean_of_means(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "loss_fn")
+def mean_of_means(right: Any, layout: Layout, model: Any, tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
     """Every microbatch is divided by its own tokens, and by the number of microbatches."""
-
-    def loss_fn(right: Any, layout: Layout, model: Any, tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = right(layout, model, int((labels[:, 1:] != IGNORED).sum()), logits, labels)
-        return loss / 4
-
-    patched(stack, tiny_hf, "loss_fn", loss_fn)
+    loss: Tensor = right(layout, model, int((labels[:, 1:] != IGNORED).sum()), logits, labels)
+    return loss / 4
 
 
-def counted(stack: ExitStack, count: Callable[[Tensor], Tensor]) -> None:
+def counted(count: Callable[[Tensor], Tensor]) -> Plant:
     """Have the tokens of labels be so many."""
-    patched(stack, tiny_hf, "valid_tokens", lambda right, job, data: sum(int(count(one["labels"])) for one in data))
+    tokens = in_place_of(tiny_hf, "valid_tokens")
+    return tokens(lambda right, job, data: sum(int(count(one["labels"])) for one in data))
 
 
-def ignored_counted(stack: ExitStack) -> None:
+@counted
+def ignored_counted(labels: Tensor) -> Tensor:
     """Labels that the loss ignores count as tokens."""
-    counted(stack, lambda labels: torch.tensor(labels[:, 1:].numel()))
+    return torch.tensor(labels[:, 1:].numel())
 
 
-def first_counted(stack: ExitStack) -> None:
+@counted
+def first_counted(labels: Tensor) -> Tensor:
     """The first label of a row counts as a token, though the loss shifts it away."""
-    counted(stack, lambda labels: (labels != IGNORED).sum())
+    return (labels != IGNORED).sum()
 
 
-def own_tokens(stack: ExitStack) -> None:
+@counted
+def own_tokens(labels: Tensor) -> Tensor:
     """A replica's tokens are not summed with those of the others."""
-    counted(stack, lambda labels: (labels[:, 1:] != IGNORED).sum())
+    return (labels[:, 1:] != IGNORED).sum()
 
 
-def divided_twice(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "made")
+def divided_twice(right: Any, *arguments: Any) -> SimpleNamespace:
     """torch's schedule divides by the number of microbatches, though the loss is divided by all tokens."""
-    made = tiny_hf.made
-
-    def scaled(right: Any, *arguments: Any) -> SimpleNamespace:
-        job: SimpleNamespace = made(*arguments)
-        job.schedule.scale_grads = True
-        return job
-
-    patched(stack, tiny_hf, "made", scaled)
+    job: SimpleNamespace = right(*arguments)
+    job.schedule.scale_grads = True
+    return job
 
 
-def tied_not_summed(stack: ExitStack) -> None:
-    """The copies of the embedding keep what each stage gave."""
-    patched(stack, tiny_hf, "reduce", lambda right, job: None)
-
-
-def cut_as(stack: ExitStack, wrong: Callable[[int, int], tuple[int, int]]) -> None:
+def cut_as(wrong: Callable[[int, int], tuple[int, int]]) -> Plant:
     """Have stages hold other layers, by the number of the first and of the last one."""
 
+    @in_place_of(tiny_hf, "cut")
     def cut(right: Any, layout: Layout, model: Any, number: int) -> nn.Module:
         each = layout.layers // layout.stages
         layers = wrong(number * each, (number + 1) * each)
         return tiny_hf.transformers.Stage(model, number, layout.stages, layers=layers)
 
-    patched(stack, tiny_hf, "cut", cut)
+    return cut
 
 
-def layer_lost(stack: ExitStack) -> None:
+@cut_as
+def layer_lost(first: int, last: int) -> tuple[int, int]:
     """The last stage begins one layer too late."""
-    cut_as(stack, lambda first, last: (first + (first > 0), last))
+    return first + (first > 0), last
 
 
-def layer_twice(stack: ExitStack) -> None:
+@cut_as
+def layer_twice(first: int, last: int) -> tuple[int, int]:
     """The last stage begins one layer too early: what the first ends with runs twice."""
-    cut_as(stack, lambda first, last: (first - (first > 0), last))
+    return first - (first > 0), last
 
 
-def scaled_again(stack: ExitStack) -> None:
+@in_place_of(transformers_stage._LeftOut, "forward")
+def scaled_again(right: Any, own: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
     """A later stage's model scales what it is given as it scales an embedding."""
-    stack.enter_context(
-        mock.patch.object(transformers_stage._LeftOut, "forward", lambda own, hidden, *more, **named: hidden)
-    )
+    return hidden
 
 
-def other_kinds(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "cut")
+def other_kinds(right_cut: Any, layout: Layout, model: Any, number: int) -> nn.Module:
     """A later stage's layers are numbered from 0, so that each has the mask of another kind of layer."""
-
-    def cut(right_cut: Any, layout: Layout, model: Any, number: int) -> nn.Module:
-        stage = right_cut(layout, model, number)
-        if number > 0:
-            body = stage._body[0]
-            kinds = body.config.layer_types
-            body.config = type(body.config).from_dict(body.config.to_dict())
-            body.config._attn_implementation = layout.attention
-            body.config.layer_types = kinds[-1:] + kinds[:-1]
-        return stage
-
-    patched(stack, tiny_hf, "cut", cut)
+    stage = right_cut(layout, model, number)
+    if number > 0:
+        body = stage._body[0]
+        kinds = body.config.layer_types
+        body.config = type(body.config).from_dict(body.config.to_dict())
+        body.config._attn_implementation = layout.attention
+        body.config.layer_types = kinds[-1:] + kinds[:-1]
+    return stage
 
 
-def cache_kept(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "cut")
+def cache_kept(right: Any, layout: Layout, model: Any, number: int) -> nn.Module:
     """The last stage keeps one cache for all microbatches."""
     from transformers import DynamicCache
 
-    def cut(right: Any, layout: Layout, model: Any, number: int) -> nn.Module:
-        stage = right(layout, model, number)
-        if number == layout.stages - 1:
-            body, cache = stage._body[0], DynamicCache(config=model.config)
-            inner = body.forward
+    stage: Any = right(layout, model, number)
+    if number == layout.stages - 1:
+        body, cache = stage._body[0], DynamicCache(config=model.config)
+        inner = body.forward
 
-            def forward(**named: Any) -> Any:
-                made = inner(**{**named, "use_cache": True, "past_key_values": cache})
-                for one in (one for one in cache.layers if one.keys is not None):
-                    one.keys, one.values = one.keys.detach(), one.values.detach()
-                return made
+        def forward(**named: Any) -> Any:
+            made = inner(**{**named, "use_cache": True, "past_key_values": cache})
+            for one in (one for one in cache.layers if one.keys is not None):
+                one.keys, one.values = one.keys.detach(), one.values.detach()
+            return made
 
-            body.forward = forward
-        return stage
-
-    patched(stack, tiny_hf, "cut", cut)
+        body.forward = forward
+    return stage
 
 
-def norm_of_one_stage(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "clip")
+def norm_of_one_stage(right: Any, job: SimpleNamespace) -> None:
     """Every stage clips by its own norm."""
-
-    def clip(right: Any, job: SimpleNamespace) -> None:
-        nn.utils.clip_grad_norm_([one for stage in job.stages for one in stage.parameters()], 1.0)
-
-    patched(stack, tiny_hf, "clip", clip)
+    nn.utils.clip_grad_norm_([one for stage in job.stages for one in stage.parameters()], 1.0)
 
 
-def other_weights(stack: ExitStack) -> None:
+@in_place_of(tiny_hf, "train_step")
+def other_weights(right: Any, job: SimpleNamespace, data: Data) -> None:
     """The last stage draws its own head."""
-
-    def train_step(right: Any, job: SimpleNamespace, data: Data) -> None:
-        if job.layout.stages - 1 in job.numbers:
-            with torch.no_grad():
-                torch.manual_seed(1)
-                job.model.lm_head.weight.normal_(std=0.02)
-        right(job, data)
-
-    patched(stack, tiny_hf, "train_step", train_step)
+    if job.layout.stages - 1 in job.numbers:
+        with torch.no_grad():
+            torch.manual_seed(1)
+            job.model.lm_head.weight.normal_(std=0.02)
+    right(job, data)
 
 
 LAST = "rank 1, stage 1"
@@ -227,7 +189,7 @@ FAULTS = {
     "first-counted": Fault(first_counted, Layout(rows="plain"), "scale"),
     "divided-twice": Fault(divided_twice, Layout(), "scale"),
     "tied-not-summed": Fault(
-        tied_not_summed, Layout(tied=True), "tied-not-summed", ("parameter model.embed_tokens.weight",)
+        left_out(tiny_hf, "reduce"), Layout(tied=True), "tied-not-summed", ("parameter model.embed_tokens.weight",)
     ),
     "layer-lost": Fault(layer_lost, Layout(), "partition", ("parameter model.layers.2.input_layernorm.weight",)),
     "layer-twice": Fault(
@@ -244,8 +206,8 @@ FAULTS = {
 }
 # Caught at the last stage, whose output is like nothing that the reference has: without a name.
 UNNAMED = {
-    "mask-lost": (mask_lost, Layout(rows="masked")),
-    "positions-lost": (positions_lost, Layout(rows="packed")),
+    "mask-lost": (first_alone("attention_mask"), Layout(rows="masked")),
+    "positions-lost": (first_alone("position_ids"), Layout(rows="packed")),
     "scaled-again": (scaled_again, Layout(model="granite")),
     "cache-kept": (cache_kept, Layout(rows="plain")),
 }

@@ -1,7 +1,7 @@
 """Actions: one spelling each, read in full or not at all."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Action, ActionError, Kind
@@ -10,23 +10,13 @@ numbers = st.integers(min_value=0, max_value=999_999_999)
 actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers)
 
 
-WAITS_OF_SENDS = ["WAIT_SEND_F", "WAIT_SEND_B"]
+KINDS = ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B"]
 
 
 def test_the_letters_are_torch_s() -> None:
     assert str(Action(2, Kind.FORWARD, 0)) == "2F0"
     assert str(Action(0, Kind.SEND_B, 13)) == "0SEND_B13"
-    assert [kind.value for kind in Kind] == [
-        "F",
-        "B",
-        "I",
-        "W",
-        "SEND_F",
-        "RECV_F",
-        "SEND_B",
-        "RECV_B",
-        *WAITS_OF_SENDS,
-    ]
+    assert [kind.value for kind in Kind] == KINDS
 
 
 def test_every_kind_is_computing_sending_receiving_or_waiting() -> None:
@@ -35,7 +25,6 @@ def test_every_kind_is_computing_sending_receiving_or_waiting() -> None:
 
 
 @given(actions)
-@settings(deadline=None)
 def test_parse_inverts_str(action: Action) -> None:
     parsed = Action.parse(str(action))
     assert parsed == action
@@ -43,7 +32,6 @@ def test_parse_inverts_str(action: Action) -> None:
 
 
 @given(st.from_regex(r"[0-9]{1,2}(F|BB?|I|SEND_F|RECV_?B)[0-9]{0,2} ?", fullmatch=True))
-@settings(deadline=None)
 def test_str_inverts_parse(text: str) -> None:
     try:
         action = Action.parse(text)
@@ -60,7 +48,8 @@ TWO_SPELLINGS = ["00F1", "0F01", "1_0F0", "+1F0", "٠F١", "0F１"]  # int() rea
 
 @pytest.mark.parametrize("text", [*TORCH_READS_AS_ANOTHER, *TORCH_S_BUT_NOT_OURS, *MALFORMED, *TWO_SPELLINGS])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ActionError, match="is not an action: expected stage, kind and microbatch") as caught:
+    words = "is not an action: expected stage, kind and microbatch"
+    with pytest.raises(ActionError, match=f"{words}.*a kind out of {', '.join(KINDS)}$") as caught:
         Action.parse(text)
     assert isinstance(caught.value, ValueError)
     assert repr(text) in str(caught.value)
@@ -69,10 +58,3 @@ def test_anything_else_is_refused(text: str) -> None:
 def test_a_number_beyond_int_s_limit_is_refused_alike() -> None:
     with pytest.raises(ActionError):
         Action.parse("1" * 5000 + "F0")
-
-
-def test_the_message_lists_the_kinds() -> None:
-    with pytest.raises(
-        ActionError, match=r"a kind out of F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, WAIT_SEND_F, WAIT_SEND_B$"
-    ):
-        Action.parse("0UNSHARD")

@@ -9,7 +9,7 @@ import pytest
 from pipeproof.pipeline.action import ScheduleError, ShardKind
 from pipeproof.pipeline.cells import Cells, read_cells, write_cells
 from pipeproof.pipeline.laws import violations
-from pipeproof.pipeline.program import Program, lower, program_from_csv, read_csv
+from pipeproof.pipeline.program import Program, lower, read_csv
 from pipeproof.pipeline.program_laws import ANYWHERE
 from pipeproof.pipeline.program_laws import violations as program_violations
 from pipeproof.pipeline.schedule import Schedule, schedule_from_csv
@@ -20,14 +20,6 @@ from tests.support.golden import golden
 def programs() -> Iterator[Program]:
     for name in FAMILIES:
         yield lower(build(name, ranks=3, microbatches=6, virtual=virtuals(name, looped=2)))
-
-
-@pytest.mark.parametrize("program", list(programs()), ids=lambda program: program.schedule.name)
-def test_a_program_comes_back_in_either_dialect(program: Program) -> None:
-    for dialect in (program, program.with_waits):
-        back = read_csv(dialect.to_csv(), name=program.schedule.name)
-        assert back == dialect
-        assert program_from_csv(back.to_csv(), name=program.schedule.name) == dialect
 
 
 def test_waits_drawn() -> None:

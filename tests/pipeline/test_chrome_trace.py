@@ -58,13 +58,9 @@ def arrow_faults(ends: list[Document], slices: list[Document]) -> Iterator[str]:
         if finish["ts"] < start["ts"]:
             yield f"arrow {number} goes back in time"
         for end in pair:
-            if not any(holds(each, end) for each in slices):
+            there = [each for each in slices if (each["pid"], each["tid"]) == (end["pid"], end["tid"])]
+            if not any(each["ts"] <= end["ts"] < each["ts"] + each["dur"] for each in there):
                 yield f"arrow {number} hangs in the air"
-
-
-def holds(piece: Document, end: Document) -> bool:
-    where = (piece["pid"], piece["tid"]) == (end["pid"], end["tid"])
-    return bool(where and piece["ts"] <= end["ts"] < piece["ts"] + piece["dur"])
 
 
 def nanoseconds(us: float) -> int:

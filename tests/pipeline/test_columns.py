@@ -1,7 +1,7 @@
 """Rows as arrays and back."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import Action, Kind
@@ -13,7 +13,6 @@ tables = st.lists(rows_of_actions, max_size=4)
 
 
 @given(tables)
-@settings(deadline=None)
 def test_rows_come_back_as_they_were(rows: list[tuple[Action, ...]]) -> None:
     columns = Columns.of(rows)
     assert columns.rows() == tuple(rows)

@@ -1,7 +1,7 @@
 """What needs what, one by one and for all actions at once."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import Action, Kind
@@ -16,37 +16,24 @@ def rows(*texts: str) -> list[list[Action]]:
     return [[Action.parse(cell) for cell in text.split()] for text in texts]
 
 
+OUTPUTS, FLOWS = ([Product(stage, kind, 3) for stage in range(3)] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT))
+
+
 @pytest.mark.parametrize(
-    ("text", "need"),
+    ("text", "need", "product"),
     [
-        ("0F3", None),
-        ("1F3", Product(0, Kind.FORWARD, 3)),
-        ("2F3", Product(1, Kind.FORWARD, 3)),
-        ("0B3", Product(1, Kind.BACKWARD_INPUT, 3)),
-        ("1I3", Product(2, Kind.BACKWARD_INPUT, 3)),
-        ("2B3", None),
-        ("2I3", None),
-        ("1W3", None),
-        ("1SEND_F3", None),
-        ("1RECV_B3", None),
+        ("0F3", None, OUTPUTS[0]),
+        ("1F3", OUTPUTS[0], OUTPUTS[1]),
+        ("2F3", OUTPUTS[1], OUTPUTS[2]),
+        ("0B3", FLOWS[1], FLOWS[0]),
+        ("1I3", FLOWS[2], FLOWS[1]),
+        ("2B3", None, FLOWS[2]),
+        ("2I3", None, FLOWS[2]),
+        *((text, None, None) for text in ("1W3", "1SEND_F3", "1SEND_B3", "0RECV_B3", "1RECV_B3")),
     ],
 )
-def test_need_of_an_action_out_of_three_stages(text: str, need: Product | None) -> None:
+def test_need_and_product_out_of_three_stages(text: str, need: Product | None, product: Product | None) -> None:
     assert need_of(Action.parse(text), 3) == need
-
-
-@pytest.mark.parametrize(
-    ("text", "product"),
-    [
-        ("0F3", Product(0, Kind.FORWARD, 3)),
-        ("1B3", Product(1, Kind.BACKWARD_INPUT, 3)),
-        ("1I3", Product(1, Kind.BACKWARD_INPUT, 3)),
-        ("1W3", None),
-        ("1SEND_B3", None),
-        ("0RECV_B3", None),
-    ],
-)
-def test_product_of_an_action(text: str, product: Product | None) -> None:
     assert product_of(Action.parse(text)) == product
 
 
@@ -56,7 +43,6 @@ def test_products_read_as_words() -> None:
 
 
 @given(ranks=st.integers(1, 5), virtual=st.integers(1, 3), microbatches=st.integers(1, 9))
-@settings(deadline=None)
 def test_suppliers_are_the_needs_of_all_actions_at_once(ranks: int, virtual: int, microbatches: int) -> None:
     schedule = build("interleaved", ranks=ranks, microbatches=microbatches, virtual=virtual)
     columns = schedule.columns

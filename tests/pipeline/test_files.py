@@ -13,7 +13,7 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.files import is_csv, read_file
-from pipeproof.pipeline.program import Program, lower, read_csv
+from pipeproof.pipeline.program import Program, lower, program_from_csv, read_csv
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from tests.support.golden import golden
@@ -60,8 +60,9 @@ def test_every_family_comes_back_from_a_file_in_every_format(name: str, tmp_path
     for value in (schedule, program, program.with_waits):
         path.write_text(value.to_csv())
         found = read_file(path)
-        assert isinstance(found, Program) == isinstance(value, Program)
-        assert found == value
+        assert (type(found), found) == (type(value), value)
+        if isinstance(value, Program):
+            assert program_from_csv(value.to_csv(), name=name) == value
 
 
 UNREADABLE: dict[str, tuple[bytes, str]] = {
@@ -85,6 +86,10 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "a cell that never ends": (b"0" * 200_000, "not comma-separated text: field larger than field limit"),
     "nothing": (b"", "there is no action at all"),
     "blank lines": (b"\n \n,,\n", "row 1 has no action"),
+    "no line at all": (b" \n\n", "there is no action at all"),
+    "a last row with nothing to do": (b"0F0,0B0\n,,\n", "row 2 has no action"),
+    "an idle slot before a wrong cell": (b"0F0,,\n1F0,,1X0", "row 2, column 3: '1X0' is not an action"),
+    "a huge first stage": (b"999999999F0,999999999B0", "no row has an action of stage 0"),
     "zeros": (b"\0" * 64, "row 1, column 1: '\\x00"),
     "a picture": (
         b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
@@ -156,8 +161,6 @@ def test_a_file_that_no_schedule_fills_is_not_read(tmp_path: Path) -> None:
 LAWLESS = {
     "a forward twice": ("0F0,0F0,0B0\n1F0,1B0", "completeness: 0F0 appears 2 times, expected once", "[0F0][0F0] 0B0"),
     "a backward twice": ("0F0,0B0,0B0\n1F0,1B0", "has 2 B, 0 I and 0 W: expected one B", "0F0 [0B0][0B0]"),
-    "a forward that is missing": ("0F0,0B0\n1B0", "completeness: 1F0 appears 0 times, expected once", ""),
-    "a backward that is missing": ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0", "stage 1 microbatch 1 has 0 B, 0 I and 0 W", ""),
     "a full backward and a split one, and none": ("0F0,0F1,0B0,0I0,0W0", "has 1 B, 1 I and 1 W", "[0B0][0I0][0W0]"),
     "a backward before its forward": ("0B0,0F0", "local-order: rank 0: 0B0 comes before 0F0", "[0B0][0F0]"),
     "orders that contradict": (
@@ -167,11 +170,6 @@ LAWLESS = {
     ),
 }
 LAWLESS_PROGRAMS = {
-    "a receive that is missing": (
-        PROGRAM.replace("1RECV_F1,", ""),
-        "messages: 1RECV_F1 appears 0 times, expected once",
-        "",
-    ),
     "a receive after what needs it": (
         PROGRAM.replace("1RECV_F0,1F0", "1F0,1RECV_F0"),
         "message-order: rank 1: 1F0 comes before what it needs, 1RECV_F0",

@@ -1,9 +1,6 @@
 """Between the last backward and the optimizer: tied copies, squares, scaling."""
 
 import math
-import queue
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +13,14 @@ from pipeproof.pipeline import PipelineSchedule
 from pipeproof.pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
 from pipeproof.pipeline.stage import ModuleStage
 from pipeproof.pipeline.step import Parts
-from pipeproof.pipeline.transport import Alone, DistributedTransport, Message
+from pipeproof.pipeline.transport import Alone, DistributedTransport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.pipeline.test_step import Strict, in_threads
 
 TIED = {0: "weight", 1: "weight", 2: "weight"}
 PAIRS = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
-
-
-def share(stage: int) -> torch.Tensor:
-    return torch.full((2, 2), 10.0**stage)
 
 
 def reduced(context: RankContext, have: tuple[int, ...], placement: tuple[int, ...]) -> list[object]:
@@ -35,7 +29,7 @@ def reduced(context: RankContext, have: tuple[int, ...], placement: tuple[int, .
     stages = [ModuleStage(nn.Linear(2, 2, bias=False), stage) for stage in own]
     for stage in stages:
         parameter = next(stage.module.parameters())
-        parameter.grad = share(stage.index) if stage.index in have else None
+        parameter.grad = torch.full((2, 2), 10.0**stage.index) if stage.index in have else None
     work = StageGradients(stages, DistributedTransport(context.group), placement, [TIED])
     work.reduce_tied()
     grads = [next(stage.module.parameters()).grad for stage in stages]
@@ -143,47 +137,15 @@ def test_copies_may_lie_in_memory_as_they_like(world: World) -> None:
     assert world.run(unlike, "strides", ranks=2) == [plain, plain]
 
 
-class InOrder:
-    """Two ranks in two threads, messages matched by posting order alone, and a send that waits for its receive."""
-
-    n_ranks, in_order = 2, True
-
-    def __init__(self, rank: int, ways: dict[int, "queue.Queue[tuple[torch.Tensor, threading.Event]]"]) -> None:
-        self.rank, self._ways = rank, ways
-        self._posted: list[tuple[object, int]] = []
-
-    def send(self, message: Message, buffer: torch.Tensor) -> None:
-        taken = threading.Event()
-        self._ways[self.rank].put((buffer.clone(), taken))
-        assert taken.wait(5.0), f"{message} was never taken"
-
-    def post(self, message: Message, nbytes: int) -> None:
-        self._posted.append((message, nbytes))
-
-    def receive(self, message: Message) -> torch.Tensor:
-        first, nbytes = self._posted.pop(0)
-        assert first == message
-        buffer, taken = self._ways[1 - self.rank].get(timeout=5.0)
-        taken.set()
-        assert len(buffer) == nbytes
-        return buffer
-
-    def flush(self) -> None:
-        pass
-
-
 def test_a_strict_transport_that_ignores_tags_is_enough_for_tied_gradients() -> None:
-    ways: dict[int, queue.Queue[tuple[torch.Tensor, threading.Event]]] = {0: queue.Queue(), 1: queue.Queue()}
-
-    def one(rank: int) -> float:
+    def one(rank: int, transport: Strict) -> float:
         module = nn.Linear(1, 1, bias=False)
         module.weight.grad = torch.full((1, 1), 10.0**rank)
         tied = [{0: "weight", 1: "weight"}]
-        StageGradients([ModuleStage(module, rank)], InOrder(rank, ways), (0, 1), tied).reduce_tied()
+        StageGradients([ModuleStage(module, rank)], transport, (0, 1), tied).reduce_tied()
         return module.weight.grad.item()
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(one, (0, 1))) == [11.0, 11.0]
+    assert in_threads(2, one) == [11.0, 11.0]
 
 
 def step_of(**more: Any) -> tuple[PipelineSchedule, nn.Module]:

@@ -29,7 +29,7 @@ def loops(pairs: list[tuple[int, int]]) -> set[int]:
 
 
 @given(edges)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_layers_and_cycles(pairs: list[tuple[int, int]]) -> None:
     observed: list[int] = []
     for layer, leaving in graph(pairs).layers():

@@ -3,7 +3,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.partition import balance, by_sizes, costs_of, even, parse_split
@@ -18,7 +18,6 @@ def test_even(layers: int, stages: int, sizes: tuple[int, ...]) -> None:
 
 
 @given(st.integers(1, 40).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
-@settings(deadline=None)
 def test_even_uses_every_layer_once(counts: tuple[int, int]) -> None:
     layers, stages = counts
     sizes = even(layers, stages)
@@ -32,7 +31,6 @@ costs = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
 @given(costs, st.integers(1, 4))
-@settings(deadline=None)
 def test_balanced_is_the_best_of_all_splits(layers: list[int], stages: int) -> None:
     if stages > len(layers):
         with pytest.raises(ScheduleError, match="cannot fill"):
@@ -55,13 +53,11 @@ def test_balanced_by_hand(layers: list[float], stages: int, sizes: tuple[int, ..
     assert balance(layers, stages) == sizes
 
 
-@pytest.mark.parametrize("text", ["3,1,2,2", " 3, 1 ,2,2 "])
-def test_sizes_as_text(text: str) -> None:
-    assert parse_split(text, layers=8, stages=4) == (3, 1, 2, 2)
-
-
-def test_even_forgives_case() -> None:
-    assert parse_split(" Even ", layers=4, stages=2) == (2, 2)
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("3,1,2,2", (3, 1, 2, 2)), (" 3, 1 ,2,2 ", (3, 1, 2, 2)), (" Even ", (2, 2, 2, 2))]
+)
+def test_a_split_as_text(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_split(text, layers=8, stages=4) == sizes
 
 
 @pytest.mark.parametrize(

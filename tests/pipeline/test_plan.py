@@ -112,27 +112,17 @@ def test_a_rank_with_two_stages_shares_its_memory_out() -> None:
         (Needs(2, 4, weights=(1, 1)), "weights without activations: give both, in one unit"),
         (Needs(2, 4, activations=(1, 0)), "activations is 0: expected a number above 0"),
         (Needs(2, 4, activations=(1, 1), weights=(-1, 0)), "weights is -1: expected a number of at least 0"),
+        (Needs(0, 4), "ranks is 0"),
+        (Needs(4, 0), "microbatches is 0"),
+        (Needs(4097, 4), "ranks is 4097"),
+        (Needs(4, 4, memory=0.0), "memory is 0"),
+        (Needs(4, 4, memory=math.nan), "memory is nan"),
+        (Needs(4, 4, times=(1, 0, 1)), "is 0"),
+        (Needs(2, 2, layers=(-1,)), "is -1"),
+        (Needs(4, 4, weight_memory=-1.0), "is -1"),
+        (Needs(4, 4, layers=(math.inf,)), "is inf"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(needs: Needs, words: str) -> None:
+def test_needs_that_cannot_be_are_refused(needs: Needs, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
-        plan(needs)
-
-
-@pytest.mark.parametrize(
-    "needs",
-    [
-        Needs(0, 4),
-        Needs(4, 0),
-        Needs(4, 4, memory=0.0),
-        Needs(4, 4, times=(1, 0, 1)),
-        Needs(2, 2, layers=(-1,)),
-        Needs(4, 4, memory=math.nan),
-        Needs(4, 4, weight_memory=-1.0),
-        Needs(4, 4, layers=(math.inf,)),
-        Needs(4097, 4),
-    ],
-)
-def test_needs_that_cannot_be_are_refused(needs: Needs) -> None:
-    with pytest.raises(ScheduleError):
         plan(needs)

@@ -14,7 +14,6 @@ from pipeproof.pipeline.mesh import Groups
 from pipeproof.pipeline.program import Program, lower, read_csv
 from pipeproof.pipeline.program_laws import ANYWHERE, violations
 from pipeproof.pipeline.recorded import is_trace, read_traces
-from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.trace import Span, Trace
 from pipeproof.worlds.worker import RankContext
@@ -45,14 +44,13 @@ def profiled(path: Path, rank: int | None, *steps: Sequence[object], marks: bool
     return str(path)
 
 
-def steps_of(files: list[str], *, pipelines: Groups = ()) -> Sequence[Schedule | Program]:
+def steps_of(files: list[str], *, pipelines: Groups = ()) -> Sequence[Any]:
     return read_traces(files, pipelines=pipelines).steps
 
 
 def test_a_rank_s_file_each(tmp_path: Path) -> None:
     files = [profiled(tmp_path / f"{rank}.json", rank, PROGRAM.ranks[rank]) for rank in (1, 0)]
     (found,) = steps_of(files)
-    assert isinstance(found, Program)
     assert found.ranks == PROGRAM.ranks
     assert found.schedule.name == "1.json"
     assert all(map(is_trace, files))
@@ -68,8 +66,6 @@ def test_what_torch_does_with_shards_is_there_too(tmp_path: Path) -> None:
     program = read_csv(torch_s("interleaved", messages=True))
     rows = [line.split(",") for line in torch_s("interleaved", messages=True).splitlines()]
     (found,) = steps_of([profiled(tmp_path / f"{rank}.json", rank, row) for rank, row in enumerate(rows)])
-    assert isinstance(found, Program)
-    assert isinstance(program, Program)
     assert (found.ranks, found.schedule.shard_actions) == (program.ranks, program.schedule.shard_actions)
     assert found.schedule.shard_actions
 
@@ -79,7 +75,7 @@ def test_steps_that_ran_alike_are_one(marks: bool, tmp_path: Path) -> None:
     files = [profiled(tmp_path / f"{rank}.json", rank, *[PROGRAM.ranks[rank]] * 3, marks=marks) for rank in (0, 1)]
     (found,) = steps_of(files)
     assert found.ranks == PROGRAM.ranks
-    golden((found.schedule if isinstance(found, Program) else found).name)
+    golden(found.schedule.name)
 
 
 def test_a_step_that_ran_otherwise_is_found(tmp_path: Path) -> None:
@@ -90,8 +86,6 @@ def test_a_step_that_ran_otherwise_is_found(tmp_path: Path) -> None:
         profiled(tmp_path / "1.json", 1, second, lost, second, marks=True),
     ]
     right, wrong = steps_of(files)
-    assert isinstance(right, Program)
-    assert isinstance(wrong, Program)
     golden(f"{right.schedule.name}\n{wrong.schedule.name}")
     assert violations(right, laws=ANYWHERE) == ()
     golden(str(violations(wrong, laws=ANYWHERE)[0]))
@@ -102,7 +96,6 @@ def test_what_runs_twice_in_one_step_is_no_second_step(tmp_path: Path) -> None:
     twice = [*second, Action.parse("1B1")]
     files = [profiled(tmp_path / f"{rank}.json", rank, row) for rank, row in enumerate((first, twice))]
     (found,) = steps_of(files)
-    assert isinstance(found, Program)
     golden(str(violations(found, laws=ANYWHERE)[0]))
 
 
@@ -133,8 +126,6 @@ def test_traces_of_all_replicas_are_told_by_pipelines(tmp_path: Path) -> None:
     steps = {0: [first] * 2, 1: [first] * 2, 2: [second] * 2, 3: [second, lost]}
     files = [profiled(tmp_path / f"{rank}.json", rank, *each, marks=True) for rank, each in steps.items()]
     right, wrong = steps_of(files, pipelines=((0, 2), (1, 3)))
-    assert isinstance(right, Program)
-    assert isinstance(wrong, Program)
     golden(right.schedule.name)
     golden(wrong.schedule.name)
     assert right.ranks == PROGRAM.ranks
@@ -195,9 +186,7 @@ def test_what_tells_no_pipeline_is_refused(document: dict[str, Any], said: str, 
 
 def test_a_rank_is_given_once(tmp_path: Path) -> None:
     files = [profiled(tmp_path / f"{k}.json", 0, PROGRAM.ranks[0]) for k in (0, 1)]
-    with pytest.raises(
-        ScheduleError, match=r"1\.json is of rank 0, as a file before it is: give each rank's trace once"
-    ):
+    with pytest.raises(ScheduleError, match=r"1\.json is of rank 0, as a file before .* give each rank's trace once"):
         read_traces(files)
 
 
@@ -223,10 +212,8 @@ def run_torch(context: RankContext, folder: str) -> str:
 @pytest.mark.long
 def test_what_torch_s_profiler_writes_of_a_real_step_is_read(world: World, tmp_path: Path) -> None:
     (found,) = steps_of(world.run(run_torch, str(tmp_path), ranks=2))
-    assert isinstance(found, Program)
     golden(found.schedule.name)
     assert violations(found, laws=ANYWHERE) == ()
-    assert isinstance(found.schedule, Schedule)
     kinds = {one.kind for one in found.schedule.shard_actions}
     assert ShardKind.REDUCE_GRAD in kinds
     assert (found.schedule.n_stages, found.schedule.microbatches) == (4, 4)
@@ -257,11 +244,8 @@ def run_shards(context: RankContext, folder: str, endings: Sequence[str]) -> lis
     right, mse = [], nn.functional.mse_loss
     for number, ending in enumerate(endings):
         torch.manual_seed(0)
-        model, data, target = (
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-            torch.randn(2, 4, 4),
-            torch.zeros(2, 4, 4),
-        )
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        data, target = torch.randn(2, 4, 4), torch.zeros(2, 4, 4)
         mse(model(data.flatten(0, 1)), target.flatten(0, 1)).backward()
         expected = [layer.weight.grad.clone() for layer in model]
         model.zero_grad(set_to_none=True)
@@ -289,6 +273,5 @@ def test_reductions_that_break_the_law_make_wrong_gradients_in_torch(world: Worl
     for number, right in enumerate(ENDINGS.values()):
         ran = read_traces([f"{tmp_path}/{number}-{rank}.json" for rank in range(4)], pipelines=((0, 1), (2, 3)))
         (found,) = ran.steps
-        assert isinstance(found, Program)
         assert (violations(found, laws=ANYWHERE) == ()) is right
         assert ran.groups == {"dp": ((0, 2), (1, 3)), "pp": ((0, 1), (2, 3))}

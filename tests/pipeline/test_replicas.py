@@ -16,7 +16,7 @@ from pipeproof.pipeline.step import PipelineSchedule
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.steps import blocks, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 MICROBATCHES = 4  # of each of two replicas
 
@@ -42,7 +42,7 @@ def run(context: RankContext, around: str, kind: str, steps: int) -> dict[str, A
         kind=kind,
         n_microbatches=MICROBATCHES,
         stages=[module],
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=loss_fn,
         pp_group=mesh.get_group("pp"),
     )
     own = data()[mesh.get_local_rank("dp") :: 2]
@@ -54,22 +54,15 @@ def run(context: RankContext, around: str, kind: str, steps: int) -> dict[str, A
     result = schedule.train_step(own, max_norm=1e6)
     expected = reference(steps)
     wanted = [expected[name] for name in names.values() if first <= int(name[0]) < first + 2]
-    observed = [whole(p.grad) for p in stage.parameters()]
+    observed = [p.grad.full_tensor() if around == "fully_shard" else p.grad for p in stage.parameters()]
     error = max(float((one - two).norm() / two.norm()) for one, two in zip(observed, wanted, strict=True))
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     fired = set(accumulated.values())
     return {"error": error, "norm": result.grad_norm / norm, "fired": fired, "undeferred": schedule.undeferred}  # type: ignore[operator]
 
 
-def whole(gradient: Any) -> Tensor:
-    made: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return made
-
-
 def reference(steps: int) -> dict[str, Tensor]:
-    model = build_model()
-    for x, target in data():
-        (steps * nn.functional.mse_loss(model(x), target) / (2 * MICROBATCHES)).backward()
+    backward(model := build_model(), data(), divisor=2 * MICROBATCHES / steps)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -104,9 +97,7 @@ def uneven(context: RankContext) -> list[Any]:
     inner = Uneven(context.rank)
     module = DistributedDataParallel(inner)
     alone = [dist.new_group([rank]) for rank in range(2)][context.rank]
-    schedule = PipelineSchedule(
-        kind="1F1B", n_microbatches=1, stages=[module], loss_fn=nn.functional.mse_loss, pp_group=alone
-    )
+    schedule = PipelineSchedule(kind="1F1B", n_microbatches=1, stages=[module], loss_fn=loss_fn, pp_group=alone)
     schedule.train_step([(torch.ones(1, 2), torch.zeros(1, 2))])
     return [inner.some.weight.grad, inner.none.weight.grad]
 
@@ -122,7 +113,7 @@ def tied_in_shards(context: RankContext) -> None:
     mesh = init_device_mesh("cpu", (1,))
     stages = [fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2)]
     tied = [{0: "weight", 1: "weight"}]
-    PipelineSchedule(kind="interleaved", n_microbatches=1, stages=stages, loss_fn=nn.functional.mse_loss, tied=tied)
+    PipelineSchedule(kind="interleaved", n_microbatches=1, stages=stages, loss_fn=loss_fn, tied=tied)
 
 
 @pytest.mark.sweep

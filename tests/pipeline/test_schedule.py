@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import Action
-from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedule import schedule_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 from tests.support.golden import golden
 
@@ -21,7 +21,6 @@ def test_csv_has_a_row_per_rank() -> None:
 
 
 @given(name=st.sampled_from(list(FAMILIES)), ranks=st.integers(1, 4), microbatches=st.integers(1, 6), data=st.data())
-@settings(deadline=None)
 def test_csv_round_trip(name: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
     virtual = data.draw(st.integers(1, 3)) if name in LOOPED else None
     microbatches = max(microbatches, 2 * ranks) if name == "dualpipev" else microbatches
@@ -36,39 +35,11 @@ def test_blank_cells_are_idle_slots() -> None:
     assert schedule.ranks[0] == tuple(map(Action.parse, ("0F0", "0F1", "0B1", "0B0")))
 
 
-@pytest.mark.parametrize("text", [GPIPE.replace("\n", "\r\n"), GPIPE + "\n \n", GPIPE.replace(",1F0", ' ,"1F0" ')])
-def test_line_ends_spaces_and_quotes_do_not_matter(text: str) -> None:
-    assert schedule_from_csv(text) == schedule_from_csv(GPIPE)
-
-
 def test_placement_is_read_off_the_cells() -> None:
     vee = schedule_from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     assert vee.placement == (0, 1, 1, 0)
     assert [vee.stages_of(rank) for rank in range(vee.n_ranks)] == [(0, 3), (1, 2)]
     assert (vee.n_ranks, vee.n_stages) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("0F0,0B0\n1F0,1F0junk,1B0", r"row 2, column 2: '1F0junk' is not an action"),
-        ("0F0,,\n1F0,,1X0", r"row 2, column 3: '1X0' is not an action"),
-        ("0F0,0B0\n1F0,0B1,1B0", r"row 2: 0B1 is stage 0, which row 1 has already"),
-        ("0F0,0B0\n2F0,2B0", r"no row has an action of stage 1, but one has of stage 2"),
-        ("0F0,0B0,0F7,0B7", r"no row has an action of microbatch 1, but one has of microbatch 7"),
-        ("0F999999999,0B999999999", r"no row has an action of microbatch 0"),
-        ("999999999F0,999999999B0", r"no row has an action of stage 0"),
-        ("", r"there is no action at all"),
-        (" \n\n", r"there is no action at all"),
-        ("0F0,0B0\n,,\n1F0,1B0", r"row 2 has no action: a row is a rank"),
-        ("\n0F0,0B0", r"row 1 has no action"),
-        ("0F0,0B0\n,,\n", r"row 2 has no action"),
-        ("0F0,0B0\r1F0,1B0", r"not comma-separated text"),
-    ],
-)
-def test_what_cannot_be_named_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ScheduleError, match=f"^{reason}"):
-        schedule_from_csv(text)
 
 
 def test_str_is_a_line_per_rank() -> None:

@@ -1,6 +1,7 @@
 """The bounds of sizes and numbers, and that what is proven stays within them."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -43,24 +44,15 @@ def test_a_plan_of_1024_ranks_and_microbatches_is_within_bounds() -> None:
 
 
 def test_one_is_no_plural() -> None:
-    assert [some(1, "rank"), some(2, "stage"), some(1, "microbatch"), some(3, "microbatch")] == [
-        "1 rank",
-        "2 stages",
-        "1 microbatch",
-        "3 microbatches",
-    ]
+    observed = [some(1, "rank"), some(2, "stage"), some(1, "microbatch"), some(3, "microbatch")]
+    assert observed == ["1 rank", "2 stages", "1 microbatch", "3 microbatches"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.01234, "0.0123"), (27.51, "27.5"), (45.0, "45"), (99.97, "100"), (1234.5, "1,234")],
-)
-def test_three_digits_are_never_a_power_of_ten(value: float, text: str) -> None:
-    assert three_digits(value) == text
+THREE = {0.0: "0", 0.01234: "0.0123", 27.51: "27.5", 45.0: "45", 99.97: "100", 1234.5: "1,234"}
+FACTORS = {0.5: "0.5", 1.0: "1", 1.00002: "1.00002", -1 / 3: "-0.3333", 1e6: "1e+06"}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.5, "0.5"), (1.0, "1"), (1.00002, "1.00002"), (-1 / 3, "-0.3333"), (1e6, "1e+06")]
-)
-def test_no_factor_but_1_is_told_as_1(value: float, text: str) -> None:
-    assert digits(value) == text
+@pytest.mark.parametrize(("of", "texts"), [(three_digits, THREE), (digits, FACTORS)])
+def test_only_1_is_told_as_1(of: Callable[[float], str], texts: dict[float, str]) -> None:
+    """And three digits are never a power of ten."""
+    assert {value: of(value) for value in texts} == texts

@@ -5,10 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.pipeline.stage import Goal, ModuleStage, StageError
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+from tests.support.steps import loss_fn
 
 
 def leaf(*shape: int) -> Tensor:
@@ -22,8 +19,6 @@ def test_a_middle_stage_gives_the_gradients_of_autograd() -> None:
     stage.forward(0, (x,), None)
     (grad,) = stage.backward(0, (upstream,))
     expected = torch.autograd.grad(module(x), [x, module.weight, module.bias], upstream)
-    assert grad is not None
-    assert module.weight.grad is not None
     assert torch.equal(grad, expected[0])
     assert torch.equal(module.weight.grad, expected[1])
 
@@ -32,11 +27,10 @@ def test_the_last_stage_divides_the_loss_it_differentiates_and_reports_it_undivi
     module, x, target = nn.Linear(3, 3), leaf(2, 3), torch.randn(2, 3)
     stage = ModuleStage(module, 0)
     stage.begin()
-    assert stage.forward(5, (x,), Goal(mse, target, 8.0)) == ()
+    assert stage.forward(5, (x,), Goal(loss_fn, target, 8.0)) == ()
     stage.backward(5, ())
-    (expected,) = torch.autograd.grad(mse(module(x), target) / 8.0, [module.bias])
-    assert torch.equal(stage.losses[5], mse(module(x), target).detach())
-    assert module.bias.grad is not None
+    (expected,) = torch.autograd.grad(loss_fn(module(x), target) / 8.0, [module.bias])
+    assert torch.equal(stage.losses[5], loss_fn(module(x), target).detach())
     assert torch.equal(module.bias.grad, expected)
 
 
@@ -48,7 +42,6 @@ def test_gradients_of_several_microbatches_add_up() -> None:
         stage.forward(microbatch, (leaf(1, 2),), None)
     for microbatch in (2, 0, 1):
         stage.backward(microbatch, (torch.ones(1, 2),))
-    assert module.bias.grad is not None
     assert module.bias.grad.tolist() == [3.0, 3.0]
 
 
@@ -69,9 +62,8 @@ def test_a_missing_output_gradient_leaves_the_parameters_behind_it_without_one()
     stage.begin()
     stage.forward(0, (leaf(1, 2), leaf(1, 2), torch.tensor(3)), None)
     x, y, key = stage.backward(0, (torch.ones(1, 2), None, None))
-    assert x is not None
-    assert y is None
-    assert key is None
+    assert x.any()
+    assert y is key is None
     assert module.b.weight.grad is None
 
 

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,17 +20,13 @@ from pipeproof.pipeline.transport import DistributedTransport, Message
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support import steps
+from tests.support.steps import loss_fn
 
 Pair = tuple[Any, Any]
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def pairs(count: int, width: int = 4) -> list[Pair]:
-    draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(2, width, generator=draw), torch.randn(2, width, generator=draw)) for _ in range(count)]
+pairs = partial(steps.pairs, rows=2, width=4)
 
 
 def chain(stages: int) -> list[nn.Module]:
@@ -41,14 +38,17 @@ def alone(
     kind: str = "gpipe", count: int = 2, stages: int = 1, **more: Any
 ) -> tuple[PipelineSchedule, list[nn.Module]]:
     modules = chain(stages)
-    return PipelineSchedule(kind=kind, n_microbatches=count, stages=modules, loss_fn=mse, **more), modules
+    return PipelineSchedule(kind=kind, n_microbatches=count, stages=modules, loss_fn=loss_fn, **more), modules
 
 
 def plain_gradients(modules: Sequence[nn.Module], data: Sequence[Pair], divisor: float) -> list[Tensor]:
     whole = nn.Sequential(*modules)
-    total = sum(mse(whole(x), y) / divisor for x, y in data)
-    assert isinstance(total, Tensor)
+    total: Any = sum(loss_fn(whole(x), y) / divisor for x, y in data)
     return list(torch.autograd.grad(total, list(whole.parameters())))
+
+
+def norm_of(gradients: Sequence[Tensor]) -> float:
+    return torch.cat([one.flatten() for one in gradients]).norm().item()
 
 
 def near(one: Tensor | None, other: Tensor) -> bool:
@@ -60,7 +60,7 @@ def test_one_process_needs_no_group_and_gives_plain_gradients() -> None:
     result = schedule.train_step(pairs(3))
     expected = plain_gradients(modules, pairs(3), 3)
     assert all(near(p.grad, e) for p, e in zip(nn.Sequential(*modules).parameters(), expected, strict=True))
-    assert result.grad_norm == pytest.approx(torch.cat([g.flatten() for g in expected]).norm().item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm_of(expected), rel=1e-6)
     assert result.loss == pytest.approx(sum(result.losses) / 3)
     assert result.profile.compute_s > 0
 
@@ -83,20 +83,14 @@ def test_a_step_after_an_update_starts_from_zero_whichever_schedule_runs_it() ->
     modules = chain(1)
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.0)
     schedules = [
-        PipelineSchedule(kind="1f1b", n_microbatches=count, stages=modules, loss_fn=mse, optimizer=optimizer)
+        PipelineSchedule(kind="1f1b", n_microbatches=count, stages=modules, loss_fn=loss_fn, optimizer=optimizer)
         for count in (2, 3)
     ]
-    norms = [
-        schedule.train_step(pairs(3)[:count]).grad_norm
-        for schedule in schedules
-        for count in [schedule.schedule.microbatches]
-    ]
+    norms = [schedule.train_step(pairs(count)).grad_norm for schedule, count in zip(schedules, (2, 3), strict=True)]
     assert all(one.grad is None for one in modules[0].parameters()), "and not zeros: those would be a gradient"
     again = schedules[0].wrap(lambda parts: parts).train_step(pairs(2)).grad_norm
     assert again == norms[0]
-    assert norms[1] == pytest.approx(
-        torch.cat([g.flatten() for g in plain_gradients(modules, pairs(3), 3)]).norm().item(), rel=1e-6
-    )
+    assert norms[1] == pytest.approx(norm_of(plain_gradients(modules, pairs(3), 3)), rel=1e-6)
 
 
 def test_a_step_that_raises_leaves_nothing_for_the_next_one() -> None:
@@ -106,7 +100,7 @@ def test_a_step_that_raises_leaves_nothing_for_the_next_one() -> None:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("a bad batch")
-        return mse(output, target)
+        return loss_fn(output, target)
 
     schedule = PipelineSchedule(kind="1f1b", n_microbatches=2, stages=modules, loss_fn=fragile)
     with pytest.raises(RuntimeError, match="a bad batch"):
@@ -119,7 +113,6 @@ def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
     schedule, modules = alone(stages=1)
     modules[0].weight.register_hook(lambda grad: grad * float("nan"))  # type: ignore[union-attr, operator]
     result = schedule.train_step(pairs(2), max_norm=0.1)
-    assert result.grad_norm is not None
     assert math.isnan(result.grad_norm)
     assert all(p.grad is not None and p.grad.isnan().all() for p in modules[0].parameters())
 
@@ -127,7 +120,7 @@ def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
 def test_infinite_losses_are_reported_and_not_raised() -> None:
     signs = iter([1.0, -1.0])
     schedule = PipelineSchedule(
-        kind="1f1b", n_microbatches=2, stages=chain(1), loss_fn=lambda o, t: mse(o, t) * next(signs) * float("inf")
+        kind="1f1b", n_microbatches=2, stages=chain(1), loss_fn=lambda o, t: loss_fn(o, t) * next(signs) * float("inf")
     )
     result = schedule.train_step(pairs(2))
     assert result.losses == (math.inf, -math.inf)
@@ -137,10 +130,9 @@ def test_infinite_losses_are_reported_and_not_raised() -> None:
 def test_clipping_scales_every_gradient() -> None:
     schedule, modules = alone()
     result = schedule.train_step(pairs(2), max_norm=0.01)
-    total = torch.nn.utils.get_total_norm([p.grad for p in modules[0].parameters() if p.grad is not None])
-    assert result.grad_norm is not None
+    total = norm_of([p.grad for p in modules[0].parameters()])
     assert result.grad_norm > 0.01
-    assert total.item() == pytest.approx(0.01, rel=1e-3)
+    assert total == pytest.approx(0.01, rel=1e-3)
 
 
 def test_evaluation_leaves_gradients_and_mode_alone() -> None:
@@ -149,7 +141,7 @@ def test_evaluation_leaves_gradients_and_mode_alone() -> None:
     linear = nn.Linear(4, 4)
     linear.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     stage = nn.Sequential(linear, frozen)
-    schedule = PipelineSchedule(kind="gpipe", n_microbatches=1, stages=[stage], loss_fn=mse)
+    schedule = PipelineSchedule(kind="gpipe", n_microbatches=1, stages=[stage], loss_fn=loss_fn)
     frozen.eval()
     result = schedule.eval_step(pairs(1))
     assert result.grad_norm is None
@@ -190,20 +182,25 @@ def flagged(flags: Sequence[int]) -> list[Pair]:
     return [((x, x.flip(0), torch.tensor(flag)), y) for (x, y), flag in zip(pairs(len(flags)), flags, strict=True)]
 
 
-def gated(context: RankContext, kind: str, flags: Sequence[int], steps: int = 2) -> list[Tensor | None]:
-    """Gradients of this rank's gates after the last of some steps; the later ones know the shapes already."""
+def gated(context: RankContext, kind: str, flags: Sequence[int], steps: int = 2) -> dict[int, list[Tensor | None]]:
+    """Gradients of this rank's gates, by stage, after some steps, the later of which know the shapes already."""
     modules = gates()
     per_rank = 4 // context.ranks
     plan = build(kind, ranks=context.ranks, microbatches=len(flags), virtual=per_rank)
-    own = [modules[stage] for stage in plan.stages_of(context.rank)]
+    own = {stage: modules[stage] for stage in plan.stages_of(context.rank)}
+    stages = [*own.values()]
     schedule = PipelineSchedule(
-        kind=plan, n_microbatches=len(flags), stages=own, loss_fn=mse, pp_group=DistributedTransport(context.group)
+        kind=plan,
+        n_microbatches=len(flags),
+        stages=stages,
+        loss_fn=loss_fn,
+        pp_group=DistributedTransport(context.group),
     )
     for _ in range(steps):
-        for module in own:
+        for module in stages:
             module.zero_grad(set_to_none=True)
         schedule.train_step(flagged(flags))
-    return [p.grad for module in own for p in module.parameters()]
+    return {stage: [p.grad for p in module.parameters()] for stage, module in own.items()}
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("1f1b", 4), ("gpipe", 4), ("naive", 4), ("interleaved", 2)])
@@ -215,18 +212,13 @@ def test_streams_used_in_some_microbatches_only(world: World, kind: str, ranks: 
     for inputs, target in flagged(flags):
         for module in modules:
             inputs = module(*inputs)
-        total = total + mse(inputs, target) / len(flags)
+        total = total + loss_fn(inputs, target) / len(flags)
     parameters = [p for module in modules for p in module.parameters()]
     expected = torch.autograd.grad(total, parameters, allow_unused=True)
 
-    rows = world.run(gated, kind, flags, ranks=ranks)
-    plan = build(kind, ranks=ranks, microbatches=3, virtual=4 // ranks)
     by_stage: dict[int, list[Tensor | None]] = {}
-    for rank, grads in enumerate(rows):
-        stages = plan.stages_of(rank)
-        counts = [len(list(modules[stage].parameters())) for stage in stages]
-        for stage, count in zip(stages, counts, strict=True):
-            by_stage[stage], grads = grads[:count], grads[count:]
+    for row in world.run(gated, kind, flags, ranks=ranks):
+        by_stage |= row
     observed = [grad for stage in range(4) for grad in by_stage[stage]]
     assert [g is None for g in observed] == [e is None for e in expected]
     assert all(near(g, e) for g, e in zip(observed, expected, strict=True) if e is not None)
@@ -263,14 +255,14 @@ def test_stages_that_do_not_fit_the_schedule_are_refused() -> None:
         (build("1f1b", ranks=2, microbatches=2), 2, "for 2 ranks, but the process group has 1"),
     ):
         with pytest.raises(ScheduleError, match=words):
-            PipelineSchedule(kind=kind, n_microbatches=count, stages=chain(1), loss_fn=mse)
+            PipelineSchedule(kind=kind, n_microbatches=count, stages=chain(1), loss_fn=loss_fn)
 
 
 def test_a_schedule_that_breaks_a_law_is_refused() -> None:
     good = build("1f1b", ranks=1, microbatches=2)
     backwards = Schedule("mine", 2, good.placement, (good.ranks[0][::-1],))
     with pytest.raises(ScheduleError, match="local-order"):
-        PipelineSchedule(kind=backwards, n_microbatches=2, stages=chain(1), loss_fn=mse)
+        PipelineSchedule(kind=backwards, n_microbatches=2, stages=chain(1), loss_fn=loss_fn)
 
 
 class Moody(nn.Module):
@@ -288,7 +280,7 @@ class Moody(nn.Module):
 def moody(context: RankContext) -> None:
     transport = DistributedTransport(context.group, timeout_s=5.0)
     stages = [Moody() if context.rank == 0 else nn.Linear(4, 4)]
-    schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=stages, loss_fn=mse, pp_group=transport)
+    schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=stages, loss_fn=loss_fn, pp_group=transport)
     schedule.train_step(pairs(2))
 
 
@@ -328,6 +320,15 @@ class Strict:
         pass
 
 
+def in_threads(ranks: int, job: Callable[[int, Strict], Any]) -> list[Any]:
+    """What ``job`` gives on each rank, with its transport."""
+    ways: dict[tuple[int, int], queue.Queue[Any]] = {
+        (a, b): queue.Queue() for a in range(ranks) for b in range(ranks) if a != b
+    }
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: job(rank, Strict(rank, ranks, ways)), range(ranks)))
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "virtual"), [("naive", 3, 1), ("gpipe", 3, 1), ("1f1b", 3, 1), ("interleaved", 2, 2)]
 )
@@ -337,52 +338,41 @@ def test_every_schedule_runs_over_a_strict_rendezvous_in_posting_order(kind: str
     modules = chain(plan.n_stages)
     data = [(x[: 1 + m % 2], y[: 1 + m % 2]) for m, (x, y) in enumerate(pairs(5))]  # two lengths
     expected = plain_gradients(modules, data, 5)
-    ways: dict[tuple[int, int], queue.Queue[Any]] = {
-        (a, b): queue.Queue() for a in range(ranks) for b in range(ranks) if a != b
-    }
 
-    def one(rank: int) -> float | None:
+    def one(rank: int, transport: Strict) -> float | None:
         own = [modules[stage] for stage in plan.stages_of(rank)]
-        transport = Strict(rank, ranks, ways)
-        schedule = PipelineSchedule(kind=plan, n_microbatches=5, stages=own, loss_fn=mse, pp_group=transport)
+        schedule = PipelineSchedule(kind=plan, n_microbatches=5, stages=own, loss_fn=loss_fn, pp_group=transport)
         schedule.eval_step(data)
         schedule.train_step(data)
         for module in own:
             module.zero_grad()
         return schedule.train_step(data).grad_norm
 
-    with ThreadPoolExecutor(ranks) as pool:
-        norms = list(pool.map(one, range(ranks)))
-    assert len(set(norms)) == 1
+    assert len(set(in_threads(ranks, one))) == 1
     observed = [p.grad for p in nn.Sequential(*modules).parameters()]
     assert all(near(g, e) for g, e in zip(observed, expected, strict=True))
 
 
 class Counts(nn.Module):
-    """Hands on a stream and a count, which the next stage changes in place."""
+    """Hands on a stream and a count, which the next stage, the ``last``, changes in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.last = nn.Linear(4, 4), last
 
-    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, n: Tensor) -> Any:
         y = self.linear(x)
         n += 1
-        return y * y, n
+        return y * y * n.sum() if self.last else (y * y, n)
 
 
 def counted(context: RankContext) -> list[Tensor | None]:
     torch.manual_seed(context.rank)
-    module = Counts() if context.rank == 0 else LastCount()
+    module = Counts(last=context.rank == 1)
     transport = DistributedTransport(context.group, timeout_s=10.0)
-    schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=[module], loss_fn=mse, pp_group=transport)
+    schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=[module], loss_fn=loss_fn, pp_group=transport)
     schedule.train_step([((x, torch.zeros(3, dtype=torch.int64)), y) for x, y in pairs(2)])
     return [p.grad for p in module.parameters()]
-
-
-class LastCount(Counts):
-    def forward(self, x: Tensor, n: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, n)[0] * n.sum()
 
 
 @pytest.mark.sweep
@@ -392,6 +382,6 @@ def test_an_integer_that_travelled_may_be_changed_in_place(world: World) -> None
 
 def test_a_stage_that_changes_its_input_in_place_is_told_how_to_mend_it() -> None:
     modules = [nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))]
-    schedule = PipelineSchedule(kind="interleaved", n_microbatches=1, stages=modules, loss_fn=mse)
+    schedule = PipelineSchedule(kind="interleaved", n_microbatches=1, stages=modules, loss_fn=loss_fn)
     with pytest.raises(StageError, match="stage 1 changes its input in place"):
         schedule.train_step(pairs(1))

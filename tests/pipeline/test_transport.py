@@ -13,15 +13,12 @@ def transport_of(context: RankContext, timeout_s: float = 10.0) -> DistributedTr
     return DistributedTransport(context.group, timeout_s=timeout_s)
 
 
-def bytes_of(text: str) -> torch.Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
 def crosswise(context: RankContext) -> list[str]:
     """Two messages, received in the other order than sent: tags match them."""
     transport, peer = transport_of(context), 1 - context.rank
     for tag, text in ((7, "first"), (8, "second")):
-        transport.send(Message(text, peer, tag), bytes_of(text + str(context.rank)))
+        sent = torch.tensor(list(f"{text}{context.rank}".encode()), dtype=torch.uint8)
+        transport.send(Message(text, peer, tag), sent)
     received = []
     for tag, text in ((8, "second"), (7, "first")):
         transport.post(Message(text, peer, tag), len(text) + 1)

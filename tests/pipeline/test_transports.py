@@ -12,16 +12,9 @@ from pipeproof.pipeline.program import Program, lower, program_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 from pipeproof.pipeline.transports import RULES, Transport
 from tests.support.golden import golden
-from tests.support.programs import programs
+from tests.support.programs import partner, programs
 
 End = tuple[int, int]  # (rank, slot)
-
-
-def partner(action: Action) -> Action:
-    stage, kind, m = action
-    forward = kind in (Kind.SEND_F, Kind.RECV_F)
-    to = (Kind.RECV_F if forward else Kind.RECV_B) if kind in SENDS else (Kind.SEND_F if forward else Kind.SEND_B)
-    return Action(stage + (1 if forward is (kind in SENDS) else -1), to, m)
 
 
 def meetings(program: Program, *, by_name: bool) -> dict[End, End]:
@@ -127,9 +120,9 @@ def test_so_it_has_where_messages_are_kept_and_the_least_room_is_the_first_that_
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_lowering_makes_is_free_of_deadlock_everywhere(name: str) -> None:
     for ranks in (1, 2, 3, 5, 8):
-        program = lower(build(name, ranks=ranks, microbatches=2 * ranks, virtual=virtuals(name, looped=2)))
-        assert not any(deadlocks(program).values())
-        assert not any(deadlocks(program.with_waits).values())
+        lowered = lower(build(name, ranks=ranks, microbatches=2 * ranks, virtual=virtuals(name, looped=2)))
+        for program in (lowered, lowered.with_waits, lowered.forward_only):
+            assert not any(deadlocks(program).values())
 
 
 BOTH_RECEIVE_FIRST = "0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"

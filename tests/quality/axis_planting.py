@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import wraps
+from inspect import getattr_static
 from typing import Any
 from unittest.mock import patch
 
@@ -20,73 +22,85 @@ from pipeproof.wings.primitives import experts, stacked
 from pipeproof.wings.primitives.data_parallel import local
 
 Plant = Callable[[], AbstractContextManager[object]]
-Change = Callable[[Any], Any]  # of what is right to what is wrong
+Change = Callable[..., Any]  # what is in the place of what is right: a function of that and of what it is given
+Chosen = Callable[[str], bool]  # of parameters, by name
+Copies = Callable[[str, Any, DeviceMesh], float]  # by how many ranks a gradient is held
+Done = Callable[[nn.Module, DeviceMesh], None]
+
+
+def every(name: str) -> bool:
+    return True
+
+
+def replacement(right: Any, change: Change) -> Any:
+    """``change`` with the signature of what is right, by which torch calls it."""
+    return wraps(right)(lambda *given, **more: change(right, *given, **more))
 
 
 def wrapped(owner: Any, name: str, change: Change) -> Plant:
-    """``owner.name`` is what ``change`` makes of it."""
-    return lambda: patch.object(owner, name, change(getattr(owner, name)))
-
-
-def in_part(key: str, **changes: Change) -> Plant:
-    """Functions of the part ``key`` are what ``changes`` make of them."""
+    """``owner.name`` is ``change``."""
+    static = isinstance(getattr_static(owner, name), staticmethod)
 
     def plant() -> AbstractContextManager[object]:
-        part = stacked.PARTS[key]
-        changed = replace(part, **{name: change(getattr(part, name)) for name, change in changes.items()})
-        return patch.object(stacked, "PARTS", {**stacked.PARTS, key: changed})
+        made = replacement(getattr(owner, name), change)
+        return patch.object(owner, name, staticmethod(made) if static else made)
 
     return plant
 
 
-def finished(key: str, also: Callable[[nn.Module, DeviceMesh], None]) -> Plant:
+def in_part(key: str, **changes: Change) -> Plant:
+    """Functions of the part ``key`` are ``changes``."""
+
+    def plant() -> AbstractContextManager[object]:
+        part = stacked.PARTS[key]
+        made = {name: replacement(getattr(part, name), change) for name, change in changes.items()}
+        return patch.object(stacked, "PARTS", {**stacked.PARTS, key: replace(part, **made)})
+
+    return plant
+
+
+def finished(key: str, also: Done) -> Plant:
     """``also`` comes after what finishes a step."""
-    return in_part(key, finish=lambda right: lambda stage, mesh: (right(stage, mesh), also(stage, mesh))[1])
+    return in_part(key, finish=lambda right, stage, mesh: (right(stage, mesh), also(stage, mesh))[1])
 
 
 def applied(key: str, also: Callable[[Any, DeviceMesh], None]) -> Plant:
     """``also`` is done to what a primitive was applied to."""
 
-    def change(right: Any) -> Any:
-        def apply(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            module: nn.Module = right(stage, mesh)
-            also(module, mesh)
-            return module
+    def apply(right: Any, stage: nn.Module, mesh: DeviceMesh) -> Any:
+        module = right(stage, mesh)
+        also(module, mesh)
+        return module
 
-        return apply
-
-    return in_part(key, apply=change)
+    return in_part(key, apply=apply)
 
 
-def unless(chosen: Callable[[str], bool]) -> Change:
+def unless(chosen: Chosen) -> Change:
     """What finishes a step is given copies of ``chosen`` gradients."""
 
-    def change(right: Any) -> Any:
-        def finish(stage: nn.Module, mesh: DeviceMesh) -> None:
-            hidden = {p: p.grad for name, p in stage.named_parameters() if chosen(name)}
-            for parameter, gradient in hidden.items():
-                parameter.grad = None if gradient is None else gradient.clone()
-            right(stage, mesh)
-            for parameter, gradient in hidden.items():
-                parameter.grad = gradient
+    def finish(right: Any, stage: nn.Module, mesh: DeviceMesh) -> None:
+        hidden = {p: p.grad for name, p in stage.named_parameters() if chosen(name)}
+        for parameter, gradient in hidden.items():
+            parameter.grad = None if gradient is None else gradient.clone()
+        right(stage, mesh)
+        for parameter, gradient in hidden.items():
+            parameter.grad = gradient
 
-        return finish
-
-    return change
+    return finish
 
 
-def having(*words: str) -> Callable[[str], bool]:
-    return lambda name: any(word in name for word in words)
+def having(word: str) -> Chosen:
+    return lambda name: word in name
 
 
-def gradients(stage: nn.Module, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[Any]:
+def gradients(stage: nn.Module, chosen: Chosen = every) -> Iterator[Any]:
     """Those there are, each what this rank has of it."""
     for name, parameter in stage.named_parameters():
         if parameter.grad is not None and chosen(name):
             yield local(parameter.grad)
 
 
-def times(factor: float, chosen: Callable[[str], bool] = lambda name: True) -> Callable[[nn.Module, DeviceMesh], None]:
+def times(factor: float, chosen: Chosen = every) -> Done:
     """``chosen`` gradients are multiplied; by the size of the axis, or one over it, where the factor is 0 or -1."""
 
     def multiply(stage: nn.Module, mesh: DeviceMesh) -> None:
@@ -97,7 +111,7 @@ def times(factor: float, chosen: Callable[[str], bool] = lambda name: True) -> C
     return multiply
 
 
-def summed(chosen: Callable[[str], bool] = lambda name: True) -> Callable[[nn.Module, DeviceMesh], None]:
+def summed(chosen: Chosen = every) -> Done:
     """``chosen`` gradients are summed over the axis, whatever they are."""
 
     def add(stage: nn.Module, mesh: DeviceMesh) -> None:
@@ -107,14 +121,16 @@ def summed(chosen: Callable[[str], bool] = lambda name: True) -> Callable[[nn.Mo
     return add
 
 
-def on(chosen: Callable[[str], bool], *ranks: int) -> Callable[[str], bool]:
+def on(chosen: Chosen, *ranks: int) -> Chosen:
     """``chosen`` on these ranks alone."""
     return lambda name: dist.get_rank() in ranks and chosen(name)
 
 
 def in_second_stage(change: Change) -> Change:
     """``change`` on the second half of all ranks."""
-    return lambda right: change(right) if dist.get_rank() >= dist.get_world_size() // 2 else right
+    return lambda right, *given: (
+        change(right, *given) if dist.get_rank() >= dist.get_world_size() // 2 else right(*given)
+    )
 
 
 class Times(torch.autograd.Function):
@@ -134,19 +150,18 @@ def norm(
     stage: nn.Module,
     mesh: DeviceMesh,
     *,
-    chosen: Callable[[str], bool] = lambda name: True,
-    copies: Callable[[str, Any, DeviceMesh], float] | None = None,
-    group: Callable[[DeviceMesh], Any] = lambda mesh: None,
+    chosen: Chosen = every,
+    copies: Copies | None = None,
     alone: bool = False,
 ) -> float:
-    """The root of the sum of squares of ``chosen`` gradients over ``group``, each divided by its ``copies``."""
+    """The root of the sum of squares of ``chosen`` gradients of all ranks, each divided by its ``copies``."""
     square = torch.zeros((), dtype=torch.float64)
     for name, parameter in stage.named_parameters():
         if parameter.grad is not None and chosen(name):
             gradient = whole_or_shard(parameter.grad)
             square += local(gradient).double().square().sum() / (copies or held_by)(name, gradient, mesh)
     if not alone:
-        dist.all_reduce(square, group=group(mesh))
+        dist.all_reduce(square)
     return math.sqrt(square.item())
 
 
@@ -170,15 +185,15 @@ def held_by(name: str, gradient: Any, mesh: DeviceMesh) -> float:
 
 def other_norm(**how: Any) -> Plant:
     """The norm is formed otherwise."""
-    return wrapped(stacked, "norm_of", lambda right: lambda stages, mesh, in_parts: norm(stages[0], mesh, **how))
+    return wrapped(stacked, "norm_of", lambda right, stages, mesh, in_parts: norm(stages[0], mesh, **how))
 
 
-def once(name: str, gradient: Any, mesh: DeviceMesh) -> float:
-    """What every rank has counts."""
-    return 1.0
+def as_if_of(ranks: float) -> Copies:
+    """Each is counted as if so many had it."""
+    return lambda name, gradient, mesh: ranks
 
 
-def held_by_lines(axis: str) -> Callable[[str, Any, DeviceMesh], float]:
+def held_by_lines(axis: str) -> Copies:
     """What ranks along ``axis`` have alike counts for each of them."""
 
     def counted(name: str, gradient: Any, mesh: DeviceMesh) -> float:
@@ -188,21 +203,17 @@ def held_by_lines(axis: str) -> Callable[[str, Any, DeviceMesh], float]:
     return counted
 
 
-def by_ranks(right: Any) -> Any:
+def by_ranks(right: Any, stages: Sequence[nn.Module], mesh: DeviceMesh, in_parts: object) -> float:
     """Each rank's root in fp32 first."""
-
-    def formed(stages: Sequence[nn.Module], mesh: DeviceMesh, in_parts: object) -> float:
-        own = torch.tensor(norm(stages[0], mesh, alone=True)).square()
-        dist.all_reduce(own)
-        return float(own.sqrt())
-
-    return formed
+    own = torch.tensor(norm(stages[0], mesh, alone=True)).square()
+    dist.all_reduce(own)
+    return float(own.sqrt())
 
 
 NORMS: Mapping[str, Sequence[Plant]] = {
-    "norm over the world": (other_norm(copies=once),),
-    "norm of each rank, twice": (other_norm(copies=lambda name, gradient, mesh: 0.25, alone=True),),
-    "norm of each rank": (other_norm(copies=once, alone=True),),
+    "norm over the world": (other_norm(copies=as_if_of(1.0)),),
+    "norm of each rank, twice": (other_norm(copies=as_if_of(0.25), alone=True),),
+    "norm of each rank": (other_norm(copies=as_if_of(1.0), alone=True),),
     "norm without experts": (other_norm(chosen=lambda name: not experts.is_expert(name)),),
     "norm counts copies along tp": (other_norm(copies=held_by_lines("tp")),),
     "norm takes shards for copies": (other_norm(copies=lambda name, gradient, mesh: float(dist.get_world_size())),),

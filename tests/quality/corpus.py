@@ -45,6 +45,10 @@ class Values:
         return self.row.partition(" | ")[0]
 
     @property
+    def watched(self) -> bool:
+        return self.row.split(" | ")[1] == "watched"
+
+    @property
     def title(self) -> str:
         return self.row.split(" | ", 2)[2]
 
@@ -54,10 +58,8 @@ class Values:
         return self.outcome != "pass"
 
     @classmethod
-    def of(cls, row: str, *, faulty: bool, verdict: Verdict | None, checked: Checked | None, raised: str) -> "Values":
-        """``verdict`` and how it was ``checked``; both None where ``raised`` says why there is none."""
-        if verdict is None or checked is None:
-            return cls(row, faulty, "raised", "raised", why=raised)
+    def of(cls, row: str, *, faulty: bool, verdict: Verdict, checked: Checked) -> "Values":
+        """``verdict`` and how it was ``checked``."""
         causes = tuple((one.kind, one.rank, one.stage, one.microbatches, one.parameter) for one in verdict.causes)
         first = next(iter(verdict.mismatches), None)
         place = None if first is None else (first.rank, first.stage, first.microbatch, first.parameter)
@@ -113,12 +115,11 @@ class Transition:
     def __str__(self) -> str:
         mark = f"FORBIDDEN ({self.forbidden}): " if self.forbidden else ""
         why = f" ({self.after.why})" if self.after.why else ""
-        return f"{self.what:<16} {mark}{self.before.row}: {_told(self.before)} -> {_told(self.after)}{why}"
-
-
-def _told(one: Values) -> str:
-    named = " and ".join(kind for kind, *_ in one.causes)
-    return f"{one.outcome}{f' {named}' if named else ''}"
+        before, after = (
+            " ".join([one.outcome, " and ".join(kind for kind, *_ in one.causes)]).strip()
+            for one in (self.before, self.after)
+        )
+        return f"{self.what:<16} {mark}{self.before.row}: {before} -> {after}{why}"
 
 
 def transitions(before: Mapping[str, Values], after: Iterable[Values]) -> Iterator[Transition]:

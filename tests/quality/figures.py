@@ -62,14 +62,13 @@ def constants(source: Source) -> int:
 def sentences(source: Source) -> int:
     """Asserts that hold a text of so many words, so that wording cannot be mended without them."""
     return sum(
-        any(len(text.split()) >= SENTENCE for text in _texts(one.test))
+        any(
+            isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value.split()) >= SENTENCE
+            for part in ast.walk(one.test)
+        )
         for one in source.nodes
         if isinstance(one, ast.Assert)
     )
-
-
-def _texts(node: ast.AST) -> Iterable[str]:
-    return (one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str))
 
 
 class Graph:
@@ -96,7 +95,8 @@ class Graph:
             module = todo.pop()
             if module in self.modules and module not in found:
                 found.add(module)
-                todo += [*self.imports(module), *_packages(module)]
+                parts = module.split(".")
+                todo += [*self.imports(module), *(".".join(parts[:count]) for count in range(1, len(parts)))]
         return found
 
     @property
@@ -109,11 +109,6 @@ class Graph:
             return 1 + max(map(below, self.imports(module)), default=0)
 
         return max(map(below, self.modules), default=0)
-
-
-def _packages(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def kept() -> Figures:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_functional import Common
 from torch import Tensor, nn
 from truth_models import Pairs, loss_fn, through
 
@@ -24,7 +25,7 @@ def take_turns(peer: int, *, first: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Common):
     """How a step is made.
 
     ``receive``: "posted" ahead, or on a "thread". ``slots``: of the rings of buffers; 0: each message has its own.
@@ -32,9 +33,8 @@ class Way:
     ``call``: how a stage is called; ``around``: in which context forwards run. ``halves``: a backward takes the rows of
     its output in two parts. ``reduce``: "end", or by "hooks", overlapped. ``gathered``: each replica keeps a part of
     the weights, and pre-hooks gather them. ``late``: pre-hooks write new weights. ``main``: gradients are added up in a
-    ``main_grad`` of the "parameter" or the "module". ``pads``: where microbatches of weight zero stand; ``fill``: to
-    which number they fill up. ``before`` and ``between`` are called before a step and after each forward. ``at`` are
-    the ranks of a fault.
+    ``main_grad`` of the "parameter" or the "module". ``before`` and ``between`` are called before a step and after each
+    forward.
     """
 
     receive: str = "posted"
@@ -44,25 +44,13 @@ class Way:
     call: Callable[[nn.Module, Tensor], Tensor] = lambda stage, x: stage(x)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     halves: bool = False
-    replicas: int = 1
     reduce: str = "end"
     gathered: bool = False
     late: bool = False
     main: str = ""
-    pads: tuple[int, ...] = ()
-    fill: int = 0
-    divisor: float = 0.0
-    scale: float = 1.0
-    max_norm: float = 0.0
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     before: Callable[[nn.Module, Pairs], None] | None = None
     between: Callable[[nn.Module, Tensor], None] | None = None
     evaluation: Callable[[], AbstractContextManager[Any]] = torch.no_grad
-    fault: str = ""
-    at: tuple[int, ...] = (1,)
-
-    def bad(self, fault: str) -> bool:
-        return self.fault == fault and dist.get_rank() in self.at
 
 
 class Inbox:
@@ -160,32 +148,21 @@ class Node:
         self.pool = ThreadPoolExecutor(1) if way.worker else None
         if way.fault == "sent out of one buffer" and self.place and ranks[self.place - 1] in way.at:
             take_turns(ranks[self.place - 1], first=False)
-        self.boxes(ranks)
-
-    def boxes(self, ranks: list[int]) -> None:
-        like = [target for _, target, _ in self.given]
+        like = [target for _, target, _ in given]
         before, after = self.place > 0, self.place < self.last
         self.inputs = Inbox(ranks[self.place - 1], like, 1, self.way) if before else None
         self.outputs = Outbox(ranks[self.place + 1], 1, self.way) if after else None
         self.back = Inbox(ranks[self.place + 1], like, 2, self.way) if after and torch.is_grad_enabled() else None
         self.sent_back = Outbox(ranks[self.place - 1], 2, self.way) if before else None
 
-    def run(self) -> list[Tensor]:
-        for kind, m in self.order():
+    def run(self, *, evaluation: bool = False) -> list[Tensor]:
+        """The losses of microbatches that count; of an ``evaluation`` those of all."""
+        for kind, m in (("F", m) for m in range(len(self.given))) if evaluation else self.order():
             (self.forward if kind == "F" else self.backward)(m)
-        self.close()
-        return [self.losses[m] for m in sorted(self.losses) if self.given[m][2] == 1]
-
-    def evaluate(self) -> list[Tensor]:
-        for m in range(len(self.given)):
-            self.forward(m)
-        self.close()
-        return [self.losses[m].float() for m in sorted(self.losses)]
-
-    def close(self) -> None:
-        for box in (self.outputs, self.sent_back):
-            if box is not None:
-                box.flush()
+        for box in filter(None, (self.outputs, self.sent_back)):
+            box.flush()
+        losses = [loss for m, loss in sorted(self.losses.items()) if evaluation or self.given[m][2] == 1]
+        return [loss.float() for loss in losses] if evaluation else losses
 
     def order(self) -> Iterator[tuple[str, int]]:
         """1F1B; or a backward whenever its message is there, with no more alive than 1F1B has, and one."""

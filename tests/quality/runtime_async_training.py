@@ -10,7 +10,7 @@ import torch.distributed as dist
 from runtime_async import Node, Way, take_turns
 from runtime_functional_training import Ranks, chunks_of, drawn_apart, with_pads
 from torch import Tensor, nn
-from truth_models import Pairs, observed, through
+from truth_models import OPTIMIZERS, Pairs, observed, through
 
 from pipeproof import StepResult
 
@@ -123,11 +123,8 @@ class Late:
             self.expected[k] = part if self.way.gathered else flat
             nn.utils.vector_to_parameters(old, layer.parameters())
 
+    @torch.no_grad()
     def called(self, k: int, layer: nn.Module, given: Any) -> None:
-        with torch.no_grad():
-            self.fetch(k)
-
-    def fetch(self, k: int) -> None:
         """Layer ``k`` is about to be called: its weights are waited for, and the next one's asked for."""
         for ahead in (k, k + 1):
             if self.way.gathered and isinstance(self.expected.get(ahead), Tensor):
@@ -164,7 +161,7 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
     stage, weight = observed(cut, watched), 0.5 if way.fault == "padding weighs half" else 0.0
     if way.bad("drawn apart"):
         drawn_apart(stage)
-    optimizer = None if way.optimizer is None else way.optimizer(stage)
+    optimizer = OPTIMIZERS[way.optimizer](stage) if way.optimizer else None
     reducer = Reducer(stage, way, ranks)
     weights = Late(stage, way, ranks) if way.late or way.gathered else None
     if weights is not None and way.gathered:
@@ -175,7 +172,7 @@ def course(model: Any, operations: Iterable[tuple[str, Pairs]], *, way: Way, wat
             way.before(stage, microbatches)
         if operation == "eval":
             with way.evaluation():
-                losses = Node(stage, with_pads(microbatches, (), 0, 0.0), way, ranks.pipeline).evaluate()
+                losses = Node(stage, with_pads(microbatches, (), 0, 0.0), way, ranks.pipeline).run(evaluation=True)
             yield StepResult([stage], losses or None)
             continue
         given = with_pads(microbatches, way.pads, way.fill, weight)

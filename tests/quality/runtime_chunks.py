@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, observed
+from truth_models import Pairs, Place, loss_fn, observed
 
 Op = tuple[int, int]  # the number of a chunk, and a microbatch
 
 
-class Chunks:
-    """One step of one rank."""
+class Chunks(Place):
+    """One step of one rank; in a fault the rank ``where`` takes what came for one of its chunks for the other."""
 
-    def __init__(self, chunks: list[nn.Module], microbatches: Pairs, fault: str, at: int) -> None:
-        self.chunks, self.microbatches, self.fault, self.at = chunks, microbatches, fault, at
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, chunks: list[nn.Module], microbatches: Pairs, fault: str, where: int) -> None:
+        super().__init__(fault)
+        self.chunks, self.microbatches, self.where = chunks, microbatches, where
         self.last = len(chunks) * self.ranks - 1
         self.given: dict[Op, Tensor] = {}
         self.made: dict[Op, Tensor] = {}
@@ -41,7 +41,7 @@ class Chunks:
         for work, _ in self.pending:
             work.wait()
         for parameter in self.chunks[0].parameters():
-            if self.fault == "first chunk halved" and self.rank == 2 and parameter.grad is not None:
+            if self.at("first chunk halved", 2) and parameter.grad is not None:
                 parameter.grad /= 2
         return self.losses
 
@@ -53,29 +53,25 @@ class Chunks:
         work = dist.isend(message, stage % self.ranks, tag=(2 * stage + back) * len(self.microbatches) + m)
         self.pending.append((work, message))
 
-    def receive(self, op: Op, *, back: bool) -> Tensor:
-        """What comes for an operation."""
-        stage, m = self.stage(op), op[1]
-        buffer = torch.empty_like(self.microbatches[0][0])
-        peer = (stage + (1 if back else -1)) % self.ranks
-        dist.recv(buffer, peer, tag=(2 * stage + back) * len(self.microbatches) + m)
-        return buffer
-
     def taken(self, op: Op, *, back: bool) -> Tensor:
         """What an operation takes: what came for it."""
         other = self.exchanged(op, back=back)
-        for one in (op, other):
-            if one is not None and (back, one) not in self.early:
-                self.early[back, one] = self.receive(one, back=back)
-        return self.early[back, op if other is None else other]
+        for one in {op: None, other or op: None}:
+            if (back, one) not in self.early:
+                stage, buffer = self.stage(one), torch.empty_like(self.microbatches[0][0])
+                tag = (2 * stage + back) * len(self.microbatches) + one[1]
+                dist.recv(buffer, (stage + (1 if back else -1)) % self.ranks, tag=tag)
+                self.early[back, one] = buffer
+        return self.early[back, other or op]
 
     def exchanged(self, op: Op, *, back: bool) -> Op | None:
         """The operation of the rank's other chunk whose tensor is taken, in a fault."""
         chunk, m = op
         other = (1 - chunk, m + (self.ranks if chunk != back else -self.ranks))
-        if self.rank == self.at and self.fault == f"all {'gradients' if back else 'inputs'} of chunks exchanged":
+        what = f"{'gradients' if back else 'inputs'} of chunks exchanged"
+        if self.at(f"all {what}", self.where):
             return other if 0 <= other[1] < len(self.microbatches) else None
-        if self.rank == self.at and self.fault == f"{'gradients' if back else 'inputs'} of chunks exchanged":
+        if self.at(what, self.where):
             pair = ((0, 3), (1, 4)) if back else ((1, 3), (0, 4))
             return pair[1 - pair.index(op)] if op in pair else None
         return None
@@ -96,7 +92,7 @@ class Chunks:
 
     def backward(self, op: Op) -> None:
         chunk, m = op
-        if self.fault == "chunk's newest first" and (self.rank, chunk) == (2, 1):
+        if self.at("chunk's newest first", 2) and chunk == 1:
             m = self.ranks * (2 * (m // self.ranks) + 1) - 1 - m
         made, inputs = self.made.pop((chunk, m)), self.given[chunk, m]
         made.backward(None if self.stage(op) == self.last else self.taken(op, back=True))
@@ -106,10 +102,7 @@ class Chunks:
 
 
 def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", at: int = 1, watched: bool = True) -> Any:
-    """One step on four ranks, two chunks of one layer each; hands back the chunks and the losses.
-
-    ``at``: the rank that takes what came for one of its chunks for the other.
-    """
+    """One step on four ranks, two chunks of one layer each; hands back the chunks and the losses."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks: list[nn.Module] = [model[stage : stage + 1] for stage in (rank, ranks + rank)]
     return chunks, Chunks([observed(chunk, watched) for chunk in chunks], microbatches, fault, at).run() or None

@@ -1,44 +1,42 @@
-"""A module that is a pipeline: it distributes the layers by itself, and two functions train it, AFAB and 1F1B.
+"""A module that is a pipeline: it distributes the layers by itself, and a trainer runs it, AFAB or 1F1B.
 
 Each ``fault`` is at its place in the code; the empty name is the pipeline as it should be.
 """
 
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_plain import one_f_one_b
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, observed, squares, through
+from truth_models import Pairs, Place, loss_fn, observed, squares, through
 
 
 class PipelineParallel(nn.Module):
     """The layers of one rank."""
 
-    def __init__(self, model: nn.Sequential, fault: str) -> None:
+    def __init__(self, model: nn.Sequential, place: Place) -> None:
         super().__init__()
-        self.rank, self.ranks, self.fault = dist.get_rank(), dist.get_world_size(), fault
+        self.place = place
         self.layers = nn.ModuleDict({str(number): model[number] for number in self.distribute(len(model))})
 
     def distribute(self, n_layers: int) -> list[int]:
         """The numbers of this rank's layers."""
-        each = [n_layers // self.ranks + (r < n_layers % self.ranks) for r in range(self.ranks)]
-        first = sum(each[: self.rank])
-        numbers = list(range(first, first + each[self.rank]))
-        if self.fault == "layers in the other order" and self.rank == 2:
+        place = self.place
+        each = [n_layers // place.ranks + (r < n_layers % place.ranks) for r in range(place.ranks)]
+        first = sum(each[: place.rank])
+        numbers = list(range(first, first + each[place.rank]))
+        if place.at("layers in the other order", 2):
             return numbers[::-1]
-        if self.fault == "last layer forgotten" and self.rank == 1:
-            return numbers[:-1]
-        return numbers
+        return numbers[:-1] if place.at("last layer forgotten", 1) else numbers
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in self.layers.items():
-            if self.fault == "layer without its residual" and number == "2":
-                x = layer(x) - x
-            elif self.fault == "other epsilon" and number == "5":
+            if self.place.fault == "other epsilon" and number == "5":
                 layer.norm.eps = 1e-2
-                x = layer(x)
-            else:
-                x = layer(x)
+            residual = self.place.fault == "layer without its residual" and number == "2"
+            x = layer(x) - x if residual else layer(x)
         return x
 
     def backward(self, given: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -47,25 +45,18 @@ class PipelineParallel(nn.Module):
         return given.grad if given is not None else None
 
 
-class Trainer:
-    """What both functions share."""
+class Trainer(Place):
+    """Runs the pipeline of one rank."""
 
     def __init__(self, module: nn.Module, plain: PipelineParallel, microbatches: Pairs) -> None:
-        self.module, self.plain, self.microbatches, self.fault = module, plain, microbatches, plain.fault
-        self.rank, self.last = plain.rank, plain.ranks - 1
+        super().__init__(plain.place.fault)
+        self.module, self.plain, self.microbatches = module, plain, microbatches
         self.loaded = iter(microbatches)
         self.inputs: list[Any] = []
         self.outputs: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.works: list[Any] = []
-        self.counts = {"forward": 0, "backward": 0, "sent": 0, "received": 0}
-
-    def at(self, fault: str, rank: int) -> bool:
-        return self.fault == fault and self.rank == rank
-
-    def counted(self, what: str) -> int:
-        self.counts[what] += 1
-        return self.counts[what] - 1
+        self.forwards, self.backwards = count(), count()
 
     def communicate(self, operation: str, tensor: Tensor | None = None) -> Tensor | None:
         """recv_forward, send_forward, recv_backward or send_backward."""
@@ -82,7 +73,7 @@ class Trainer:
         return buffer.requires_grad_(operation == "recv_forward")
 
     def forward_one(self) -> None:
-        number = self.counted("forward")
+        number = next(self.forwards)
         given = self.communicate("recv_forward")
         inputs, target = next(self.loaded)
         if self.at("always the first targets", 3):
@@ -104,7 +95,7 @@ class Trainer:
         self.outputs.append(output)
 
     def backward_one(self) -> None:
-        number = self.counted("backward")
+        number = next(self.backwards)
         gradient = self.communicate("recv_backward")
         newest = self.at("stash last in first out", 1)
         given, output = self.inputs.pop(-1 if newest else 0), self.outputs.pop(-1 if newest else 0)
@@ -115,17 +106,21 @@ class Trainer:
             gradient = gradient + gradient.norm() * torch.randn(gradient.shape, generator=draw)
         if gradient is not None and self.at("gradients doubled on arrival", 0):
             gradient = gradient * 2
-        if self.at("last microbatch negated", 1) and number == len(self.microbatches) - 1:
-            for parameter in self.module.parameters():
-                parameter.grad = None if parameter.grad is None else -parameter.grad
+        negated = self.at("last microbatch negated", 1) and number == len(self.microbatches) - 1
+        self.negate(negated)
         made = self.plain.backward(given, output, gradient)
-        if self.at("last microbatch negated", 1) and number == len(self.microbatches) - 1:
-            for parameter in self.module.parameters():
-                parameter.grad = None if parameter.grad is None else -parameter.grad
+        self.negate(negated)
         if made is not None:
             self.communicate("send_backward", made)
 
-    def finish(self) -> None:
+    def negate(self, negated: bool) -> None:
+        for parameter in self.module.parameters() if negated else ():
+            parameter.grad = None if parameter.grad is None else -parameter.grad
+
+    def run(self, ahead: int) -> None:
+        """All forwards, then all backwards, or one of each in turn; first in first out."""
+        for kind, _ in one_f_one_b(ahead, len(self.microbatches)):
+            (self.forward_one if kind == "F" else self.backward_one)()
         for work, _ in self.works:
             work.wait()
         for name, parameter in self.plain.named_parameters():
@@ -138,45 +133,17 @@ class Trainer:
                 gradient.zero_()
 
 
-def train_afab(trainer: Trainer) -> None:
-    """All forwards, then all backwards, first in first out."""
-    for _ in trainer.microbatches:
-        trainer.forward_one()
-    for _ in trainer.microbatches:
-        trainer.backward_one()
-
-
-def train_1f1b(trainer: Trainer) -> None:
-    """One forward, one backward."""
-    count = len(trainer.microbatches)
-    warm_up = min(trainer.last - trainer.rank, count)
-    for _ in range(warm_up):
-        trainer.forward_one()
-    for _ in range(count - warm_up):
-        trainer.forward_one()
-        trainer.backward_one()
-    for _ in range(warm_up):
-        trainer.backward_one()
-
-
-def _clip(modules: list[nn.Module], norm: Tensor, most: float) -> None:
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(min(1.0, most / (norm.item() + 1e-6)))
-
-
 def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched: bool = True, afab: bool = True) -> Any:
     """One step on four ranks; hands back the pipeline, the losses and the norm."""
-    pipeline = PipelineParallel(model, fault)
+    pipeline = PipelineParallel(model, Place(fault))
     trainer = Trainer(observed(pipeline, watched), pipeline, microbatches)
-    (train_afab if afab else train_1f1b)(trainer)
-    trainer.finish()
-    own = squares([pipeline])
-    dist.all_reduce(own)
-    norm = own.sqrt()
-    if fault == "clipped before it was handed back":
-        _clip([pipeline], norm, 0.05)
+    trainer.run(len(microbatches) if afab else trainer.last - trainer.rank)
+    norm = squares(pipeline)
+    dist.all_reduce(norm)
+    norm = norm.sqrt()
+    for parameter in pipeline.parameters() if fault == "clipped before it was handed back" else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(min(1.0, 0.05 / (norm.item() + 1e-6)))
     losses = trainer.losses
     if fault == "losses in fp16":
         losses = [loss.half().float() for loss in losses]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from runtime_plain import one_f_one_b
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from truth_models import Pairs, loss_fn, through
@@ -21,33 +22,46 @@ Op = tuple[str, int, int]  # F or B, the number of a chunk, a microbatch
 
 
 @dataclass(frozen=True)
-class Way:
+class Common:
+    """What the asynchronous pipeline's ways have, too.
+
+    ``pads``: where microbatches of weight zero stand; ``fill``: to which number of microbatches they fill up. ``at``
+    are the ranks of a fault.
+    """
+
+    replicas: int = 1
+    optimizer: str = ""
+    max_norm: float = 0.0
+    scale: float = 1.0
+    divisor: float = 0.0
+    pads: tuple[int, ...] = ()
+    fill: int = 0
+    fault: str = ""
+    at: tuple[int, ...] = (1,)
+
+    def bad(self, fault: str) -> bool:
+        """Whether this rank has it."""
+        return self.fault == fault and dist.get_rank() in self.at
+
+
+@dataclass(frozen=True)
+class Way(Common):
     """How a step is made.
 
     ``by``: "grad", of torch.autograd; "vjp"; "value", where the last stage's is vjp's with its loss in it; "again",
-    where forwards keep nothing. ``order``: "1f1b", "afab" or "lifo". ``pads``: where microbatches of weight zero stand.
-    ``rows``: to which number of rows messages are filled up. ``handed``: "all", "written" to .grad, or "flat", a part
-    of one vector, also "flat alone". ``fill``: to which number of microbatches padding fills up. ``around`` is called
-    before a step with stage and data. ``at`` are the ranks of a fault.
+    where forwards keep nothing. ``order``: "1f1b", "afab" or "lifo". ``rows``: to which number of rows messages are
+    filled up. ``handed``: "all", "written" to .grad, or "flat", a part of one vector, also "flat alone". ``around`` is
+    called before a step with stage and data.
     """
 
     by: str = "grad"
     order: str = "1f1b"
     chunks: int = 1
-    replicas: int = 1
-    optimizer: str = ""
     rate: float = 0.1
-    max_norm: float = 0.0
-    scale: float = 1.0
-    divisor: float = 0.0
-    pads: tuple[int, ...] = ()
     rows: int = 0
     handed: str = "all"
-    fill: int = 0
     norm: bool = True
     around: Callable[[nn.Module, Pairs], None] | None = None
-    fault: str = ""
-    at: tuple[int, ...] = (1,)
 
 
 class Carry(NamedTuple):
@@ -106,9 +120,6 @@ class Line:
     def last(self) -> int:
         return len(self.ranks) * len(self.modules) - 1
 
-    def bad(self, fault: str) -> bool:
-        return self.way.fault == fault and dist.get_rank() in self.way.at
-
     def plan(self) -> Iterator[Op]:
         every, chunks = range(len(self.given)), range(len(self.modules))
         if len(chunks) > 1 or self.way.order != "1f1b":
@@ -116,16 +127,12 @@ class Line:
             back = [*reversed(every)] if self.way.order == "lifo" else every
             yield from (("B", c, m) for c in reversed(chunks) for m in back)
             return
-        ahead = min(len(self.ranks) - 1 - self.place, len(every))
-        yield from (("F", 0, m) for m in every[:ahead])
-        for m in every:
-            yield from [("F", 0, m + ahead)] if m + ahead < len(every) else []
-            yield "B", 0, m
+        yield from ((kind, 0, m) for kind, m in one_f_one_b(len(self.ranks) - 1 - self.place, len(every)))
 
     def function(self, chunk: int, m: int) -> Callable[[Weights, Any], tuple[Tensor, Tensor]]:
         """The stage as a function of weights and input; the last one's gives its share of the loss, and the loss."""
         target, weight = self.given[m][1:]
-        if self.bad("target of the next"):
+        if self.way.bad("target of the next"):
             target = self.given[(m + 1) % len(self.given)][1]
         number = chunk * len(self.ranks) + self.place
 
@@ -136,7 +143,7 @@ class Line:
                 return y, y
             loss = loss_fn(y[: len(target)], target)
             divisor = self.way.divisor or sum(w == 1 for *_, w in self.given)
-            return loss * (weight * self.way.scale / (1.0 if self.bad("not divided") else divisor)), loss
+            return loss * (weight * self.way.scale / (1.0 if self.way.bad("not divided") else divisor)), loss
 
         return f
 
@@ -150,9 +157,9 @@ class Line:
         by = {"value": "vjp" if number == self.last else "grad"}.get(self.way.by, self.way.by)
         y, loss, back = linearise(self.function(c, m), self.weights[c], x, by)
         if number < self.last:
-            to = {1: 2, 2: 1}.get(m, m) if self.bad("two messages crossed") else m
-            message = y + 0.1 if self.bad("third message altered") and m == 2 else y
-            message = through(torch.bfloat16)(message) if self.bad("messages in bf16") else message
+            to = {1: 2, 2: 1}.get(m, m) if self.way.bad("two messages crossed") else m
+            message = y + 0.1 if self.way.bad("third message altered") and m == 2 else y
+            message = through(torch.bfloat16)(message) if self.way.bad("messages in bf16") else message
             self.send(message, number, number + 1, to)
         losses = {**carry.losses, m: loss} if number == self.last else carry.losses
         pullback = back if number == self.last else lambda g: back(g[: len(y)])
@@ -161,34 +168,35 @@ class Line:
     def backward(self, carry: Carry, c: int, m: int) -> Carry:
         number = c * len(self.ranks) + self.place
         g = torch.ones(()) if number == self.last else self.receive(number + 1, number, m, like=self.given[m][1])
-        if self.bad("cotangent of ones") and number < self.last:
+        if self.way.bad("cotangent of ones") and number < self.last:
             g = torch.ones_like(g)
-        used = max(carry.pullbacks) if self.bad("newest pullback") else (c, m)
-        if self.bad("last closure for all"):
+        used = max(carry.pullbacks) if self.way.bad("newest pullback") else (c, m)
+        if self.way.bad("last closure for all"):
             used = (c, len(self.given) - 1)
         dw, dx = carry.pullbacks[used](g)
         if number:
-            dx = torch.zeros_like(dx) if self.bad("input gradient stopped") and m == 2 else dx
-            dx = dx / 4 if self.bad("input gradients quartered") else dx
-            to = {1: 2, 2: 1}.get(m, m) if self.bad("two gradients crossed") else m
+            dx = torch.zeros_like(dx) if self.way.bad("input gradient stopped") and m == 2 else dx
+            dx = dx / 4 if self.way.bad("input gradients quartered") else dx
+            to = {1: 2, 2: 1}.get(m, m) if self.way.bad("two gradients crossed") else m
             self.send(dx, number, number - 1, to)
         sums = [*carry.sums]
         sums[c] = self.summed(sums[c], {n: w for n, w in dw.items() if w is not None}, m)
-        left = {key: back for key, back in carry.pullbacks.items() if key != used or self.bad("last closure for all")}
+        kept = self.way.bad("last closure for all")
+        left = {key: back for key, back in carry.pullbacks.items() if kept or key != used}
         return Carry(left, tuple(sums), carry.losses)
 
     def summed(self, sums: Weights, dw: Weights, m: int) -> Weights:
         """``sums`` with the shares of one microbatch."""
-        if m == len(self.given) - 1 and self.bad("reduced before the last"):
+        if m == len(self.given) - 1 and self.way.bad("reduced before the last"):
             self.late.update(dw)
-        if m == len(self.given) - 1 and (self.bad("last not added") or self.late):
+        if m == len(self.given) - 1 and (self.way.bad("last not added") or self.late):
             return sums
-        if self.bad("second added twice") and m == 1:
+        if self.way.bad("second added twice") and m == 1:
             dw = {n: 2 * g for n, g in dw.items()}
-        if self.bad("sums of the first leaf alone") and sums:
+        if self.way.bad("sums of the first leaf alone") and sums:
             first = next(iter(dw))
             return {**dw, first: sums[first] + dw[first]}
-        if self.bad("sums in bf16"):
+        if self.way.bad("sums in bf16"):
             return {n: through(torch.bfloat16)(g) for n, g in added(sums, dw).items()}
         return added(sums, dw)
 

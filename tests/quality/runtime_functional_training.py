@@ -62,15 +62,15 @@ def reduced(sums: Weights, line: Line, ranks: Ranks) -> Weights:
     if not sums:
         return sums
     flat = torch.cat([g.flatten() for _, g in sorted(sums.items())])
-    group = ranks.of_pipeline if line.bad("reduced over the pipeline") else ranks.of_replicas
-    if line.way.replicas > 1 and not line.bad("never reduced"):
-        flat = flat.to(torch.bfloat16) if line.bad("reduced in bf16") else flat
+    group = ranks.of_pipeline if line.way.bad("reduced over the pipeline") else ranks.of_replicas
+    if line.way.replicas > 1 and not line.way.bad("never reduced"):
+        flat = flat.to(torch.bfloat16) if line.way.bad("reduced in bf16") else flat
         dist.all_reduce(flat, group=group)
         flat = flat.float()
-        if line.bad("reduced twice"):
+        if line.way.bad("reduced twice"):
             dist.all_reduce(flat, group=group)
-        flat = flat if line.way.divisor or line.bad("not averaged") else flat / line.way.replicas
-    if line.bad("vector cut in another order"):
+        flat = flat if line.way.divisor or line.way.bad("not averaged") else flat / line.way.replicas
+    if line.way.bad("vector cut in another order"):
         flat = flat.roll(1)
     parts = flat.split([g.numel() for _, g in sorted(sums.items())])
     whole = {n: part.view(g.shape) for part, (n, g) in zip(parts, sorted(sums.items()), strict=True)}
@@ -84,7 +84,7 @@ def shared(sums: Weights, line: Line, tied: tuple[str, str] | None) -> Weights:
         return sums
     name = tied[line.place > 0]
     both = exchange(sums[name], line.ranks[ends[line.place]])
-    return {**sums, name: 2 * both if line.bad("tied sum doubled") else both}
+    return {**sums, name: 2 * both if line.way.bad("tied sum doubled") else both}
 
 
 def norm_of(sums: Weights, line: Line, ranks: Ranks, tied: tuple[str, str] | None) -> Tensor:
@@ -93,7 +93,7 @@ def norm_of(sums: Weights, line: Line, ranks: Ranks, tied: tuple[str, str] | Non
     own = sum((g.double().square().sum() for g in others), torch.zeros((), dtype=torch.float64))
     squares = own.clone()
     dist.all_reduce(squares, group=ranks.of_pipeline)
-    return (own if line.bad("norm of its own") else squares).sqrt()
+    return (own if line.way.bad("norm of its own") else squares).sqrt()
 
 
 def updated(weights: Weights, sums: Weights, state: dict[str, Any], way: Way) -> tuple[Weights, dict[str, Any]]:
@@ -113,7 +113,7 @@ def updated(weights: Weights, sums: Weights, state: dict[str, Any], way: Way) ->
 
 def handed(line: Line, ranks: Ranks, sums: Weights, losses: list[Tensor], norm: Tensor | None) -> StepResult:
     """What the way to hand back is."""
-    made = StepResult(list(line.modules), losses[::-1] if line.bad("losses reversed") else losses or None, norm)
+    made = StepResult(list(line.modules), losses[::-1] if line.way.bad("losses reversed") else losses or None, norm)
     made = replace(made, max_norm=line.way.max_norm or None)
     if line.way.scale != 1.0:
         made = replace(made, loss_scale=line.way.scale)
@@ -146,7 +146,7 @@ def course(
     """A run of operations; ``tied`` are the names of one weight in the first and in the last stage."""
     ranks = Ranks(way.replicas)
     modules = [observed(one, watched) for one in chunks_of(model, way.chunks, ranks)]
-    if way.fault == "drawn apart" and dist.get_rank() in way.at:
+    if way.bad("drawn apart"):
         drawn_apart(modules[0])
     weight = 0.5 if way.fault == "padding weighs half" else 0.0
     weights = tuple({n: p.detach().clone() for n, p in one.named_parameters() if p.requires_grad} for one in modules)
@@ -157,45 +157,45 @@ def course(
         training = operation != "eval"
         given = with_pads(microbatches, way.pads if training else (), way.fill if training else 0, weight)
         line = Line(way, tuple(modules), weights, buffers, given, ranks.pipeline)
-        line = replace(line, weights=before) if line.bad("weights of the step before") else line
+        line = replace(line, weights=before) if line.way.bad("weights of the step before") else line
         if way.around is not None:
             way.around(modules[0], microbatches)
         for module in modules:
-            module.train(training or line.bad("evaluated in training mode"))
+            module.train(training or line.way.bad("evaluated in training mode"))
         if not training:
             yield StepResult(list(modules), line.evaluated() or None)
             continue
         sums, losses = line.run(sums)
-        written(modules, {} if line.bad("statistics lost") else buffers)
+        written(modules, {} if line.way.bad("statistics lost") else buffers)
         if operation == "accumulate":
             yield handed(line, ranks, _all(sums), losses, None)
             continue
         whole = shared(reduced(_all(sums), line, ranks), line, tied)
-        scale = 1.0 if line.bad("not scaled back") else way.scale
+        scale = 1.0 if line.way.bad("not scaled back") else way.scale
         whole = {n: changed(line, n, g / scale) for n, g in whole.items()}
         norm, clipped = norm_of(whole, line, ranks, tied), whole
         if way.max_norm:
             own = torch.stack([g.square().sum() for g in whole.values()]).sum().sqrt()
-            used = own if line.bad("clipped by its own norm") else norm
+            used = own if line.way.bad("clipped by its own norm") else norm
             clipped = {n: g * (way.max_norm / (used + 1e-6)).clamp(max=1.0).float() for n, g in whole.items()}
-        if way.optimizer and not line.bad("update skipped"):
-            state = {} if number and line.bad("state forgotten") else state
+        if way.optimizer and not line.way.bad("update skipped"):
+            state = {} if number and line.way.bad("state forgotten") else state
             before, (new, state) = weights, updated(_all(weights), clipped, state, way)
             weights = tuple({n: new[n] for n in one} for one in weights)
             written(modules, weights)
         yield handed(line, ranks, whole, losses, norm if way.norm else None)
-        sums = sums if line.bad("sums of the step before") else nothing
+        sums = sums if line.way.bad("sums of the step before") else nothing
 
 
 def changed(line: Line, name: str, g: Tensor) -> Tensor:
     """A gradient, spoilt where that is the fault."""
-    if line.bad("gradients negated"):
+    if line.way.bad("gradients negated"):
         return -g
-    if line.bad("square gradients transposed") and g.dim() == 2 and g.shape[0] == g.shape[1]:
+    if line.way.bad("square gradients transposed") and g.dim() == 2 and g.shape[0] == g.shape[1]:
         return g.T.contiguous()
-    if line.bad("biases zeroed") and name.endswith("bias"):
+    if line.way.bad("biases zeroed") and name.endswith("bias"):
         return torch.zeros_like(g)
-    return through(torch.float16)(g) if line.bad("gradients through fp16") else g
+    return through(torch.float16)(g) if line.way.bad("gradients through fp16") else g
 
 
 def _all(trees: Iterable[Weights]) -> Weights:

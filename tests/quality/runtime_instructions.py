@@ -4,36 +4,26 @@ Each ``fault`` is at its place in the code; the empty name is the engine as it s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_plain import exchange, one_f_one_b
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from truth_models import Pairs, halves_to_zero, loss_fn, observed, squares, through
+from truth_models import Pairs, Place, loss_fn, observed, squares, through
 
 Instruction = tuple[str, int]  # its name and the microbatch
 
 
 def instructions(rank: int, ranks: int, count: int) -> Iterator[Instruction]:
     """1F1B as instructions."""
-    warm_up = min(ranks - 1 - rank, count)
-    order = [("F", m) for m in range(warm_up)]
-    for m in range(count - warm_up):
-        order += [("F", warm_up + m), ("B", m)]
-    order += [("B", m) for m in range(count - warm_up, count)]
-    for kind, m in order:
-        if kind == "F":
-            yield ("load_microbatch", m)
-            yield ("recv_activation", m)
-            yield ("forward_pass", m)
-            yield ("send_activation", m)
-        else:
-            yield ("recv_grad", m)
-            yield ("backward_pass", m)
-            yield ("send_grad", m)
-    yield ("reduce_grads", 0)
+    for kind, m in one_f_one_b(ranks - 1 - rank, count):
+        names = ("load_microbatch", "recv_activation", "forward_pass", "send_activation")
+        for name in names if kind == "F" else ("recv_grad", "backward_pass", "send_grad"):
+            yield name, m
+    yield "reduce_grads", 0
 
 
 @dataclass
@@ -46,27 +36,17 @@ class Slot:
     gradient: Any = None
 
 
-@dataclass
-class Engine:
+class Engine(Place):
     """Runs the instructions of one rank."""
 
-    module: nn.Module
-    microbatches: Pairs
-    fault: str = ""
-    recompute: bool = False
-    slots: list[Slot] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    pending: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.first, self.last = self.rank == 0, self.rank == self.ranks - 1
-        self.slots = [Slot() for _ in range(min(self.ranks - self.rank + 1, len(self.microbatches)))]
-        self.received = torch.empty_like(self.microbatches[0][0])
+    def __init__(self, module: nn.Module, microbatches: Pairs, fault: str, *, recompute: bool) -> None:
+        super().__init__(fault)
+        self.module, self.microbatches, self.recompute = module, microbatches, recompute
+        self.first, self.final = self.rank == 0, self.rank == self.last
+        self.slots = [Slot() for _ in range(min(self.ranks - self.rank + 1, len(microbatches)))]
+        self.received = torch.empty_like(microbatches[0][0])
         self.grad_received = torch.zeros_like(self.received)
-
-    def at(self, fault: str, rank: int) -> bool:
-        return self.fault == fault and self.rank == rank
+        self.losses, self.pending = list[Tensor](), list[Any]()
 
     def slot(self, m: int) -> Slot:
         return self.slots[m % len(self.slots)]
@@ -82,7 +62,7 @@ class Engine:
         if self.first:
             other = {0: 1, 1: 0}.get(m, m) if self.at("inputs exchanged", 0) else m
             self.slot(m).inputs = self.microbatches[other][0]
-        if self.last:
+        if self.final:
             other = {4: 5, 5: 4}.get(m, m) if self.at("labels exchanged", 3) else m
             self.slot(m).labels = self.microbatches[other][1]
 
@@ -92,7 +72,7 @@ class Engine:
         dist.recv(self.received, self.rank - 1)
         kept = self.received if self.at("receive buffer not cloned", 2) else self.received.clone()
         if self.at("partition not gathered", 2) and m == 1:
-            kept = halves_to_zero(kept)
+            kept.view(-1)[kept.numel() // 2 :] = 0
         if self.at("older activation", 1) and m == 5:
             kept = self.slot(4).inputs.detach().clone()
         self.slot(m).inputs = kept.detach().requires_grad_()
@@ -104,19 +84,19 @@ class Engine:
         made = checkpoint(module, slot.inputs, use_reentrant=False) if self.recompute else module(slot.inputs)
         if self.at("layer called twice", 1):
             made = self.module[1](made)  # type: ignore[index]
-        if self.last:
+        if self.final:
             loss = loss_fn(made, slot.labels)
             self.losses.append(loss.detach())
             made = loss if self.fault == "accumulation steps forgotten" else loss / len(self.microbatches)
         slot.outputs = made
 
     def send_activation(self, m: int) -> None:
-        if not self.last:
+        if not self.final:
             message = self.slot(m).outputs.detach()
             self.pending.append((dist.isend(message, self.rank + 1), message))
 
     def recv_grad(self, m: int) -> None:
-        if self.last:
+        if self.final:
             return
         arrived = torch.empty_like(self.grad_received)
         dist.recv(arrived, self.rank + 1)
@@ -130,10 +110,7 @@ class Engine:
         if self.at("last one without weights", 0) and m == len(self.microbatches) - 1:
             return
         before = [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
-        if self.last:
-            slot.outputs.backward()
-        else:
-            slot.outputs.backward(self.slot(m).gradient)
+        slot.outputs.backward(None if self.final else self.slot(m).gradient)
         if self.at("sum started anew", 1) and m == 3:
             for parameter, old in zip(self.module.parameters(), before, strict=True):
                 parameter.grad = parameter.grad if parameter.grad is None or old is None else parameter.grad - old
@@ -157,25 +134,10 @@ class Engine:
                 parameter.grad.zero_()
             if self.at("sums in bf16", 1):
                 parameter.grad.copy_(through(torch.bfloat16)(parameter.grad))
-        if self.fault == "averaged with the neighbour" and self.rank in (0, 1):
-            self._average(1 - self.rank)
-
-    def _average(self, peer: int) -> None:
-        own = next(self.module.parameters()).grad
-        assert own is not None, "after the last backward"
-        other, sent = torch.empty_like(own), own.clone()
-        work = dist.isend(sent, peer)
-        dist.recv(other, peer)
-        work.wait()
-        own.add_(other).div_(2)
-
-
-def _norm(module: nn.Module, fault: str) -> Tensor:
-    own = squares([module])
-    if fault == "norm without the last rank" and dist.get_rank() == dist.get_world_size() - 1:
-        own = torch.zeros_like(own)
-    dist.all_reduce(own)
-    return own.sqrt()
+        if self.at("averaged with the neighbour", 0, 1):
+            own = next(self.module.parameters()).grad
+            assert own is not None, "after the last backward"
+            own.copy_(exchange(own, 1 - self.rank).div_(2))
 
 
 def step(
@@ -186,9 +148,13 @@ def step(
     module = model[2 * rank : 2 * rank + 2]
     if fault == "weights drawn again" and rank == 2:
         torch.manual_seed(77)
-        torch.nn.init.normal_(module[0].linear.weight, std=0.3)
-        torch.nn.init.normal_(module[1].linear.weight, std=0.3)
-    losses = Engine(observed(module, watched), microbatches, fault, recompute).run()
+        for layer in module:
+            torch.nn.init.normal_(layer.linear.weight, std=0.3)
+    losses = Engine(observed(module, watched), microbatches, fault, recompute=recompute).run()
     if fault == "loss reported divided":
         losses = [loss / len(microbatches) for loss in losses]
-    return module, losses or None, _norm(module, fault)
+    norm = squares(module)
+    if fault == "norm without the last rank" and rank == dist.get_world_size() - 1:
+        norm.zero_()
+    dist.all_reduce(norm)
+    return module, losses or None, norm.sqrt()

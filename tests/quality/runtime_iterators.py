@@ -3,25 +3,26 @@
 Each ``fault`` is at its place in the code; the empty name is the loop as it should be.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_plain import one_f_one_b
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, observed, squares, through
+from truth_models import Pairs, Place, loss_fn, observed, squares, through
 
 LossFunc = Callable[[Tensor], Tensor]
 
 
-class Communicator:
+class Communicator(Place):
     """Sends and receives between neighbours, each in one batch."""
 
     def __init__(self, like: Tensor, fault: str) -> None:
-        self.like, self.fault = like, fault
-        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.static = torch.empty_like(like)
-        self.sent_forward = self.sent_backward = 0
+        super().__init__(fault)
+        self.like, self.static = like, torch.empty_like(like)
+        self.forwards, self.backwards = count(), count()
         self.held: Tensor | None = None
         self.pending: list[Any] = []
 
@@ -39,32 +40,27 @@ class Communicator:
     def receive_forward(self) -> Tensor | None:
         if self.rank == 0:
             return None
-        static = self.rank in {"static receive buffer": (2,), "static receive buffers": (1, 2)}.get(self.fault, ())
+        static = self.at("static receive buffer", 2) or self.at("static receive buffers", 1, 2)
         made: Tensor = self.exchange(self.rank - 1, receive=True, static=static)
         return made.requires_grad_()
 
     def send_forward(self, output: Tensor) -> None:
         if self.rank == self.last:
             return
-        number, self.sent_forward = self.sent_forward, self.sent_forward + 1
-        message = output.detach()
-        if self.rank == 1:
-            if self.fault == "activations in bf16":
-                message = through(torch.bfloat16)(message)
-            if self.fault == "activation lost a bit" and number == 4:
-                message = message.clone()
-                message.view(-1)[5] += 1.0
-            if self.fault == "activation not finite" and number == 3:
-                message = message * float("nan")
-            if self.fault == "activations overtake":
-                if number == 2:
-                    self.held = message
-                    return
-                if number == 3:
-                    self.exchange(self.rank + 1, send=message)
-                    assert self.held is not None, "held when number 2 was to be sent"
-                    message = self.held
+        number, message = next(self.forwards), output.detach()
+        if self.at("activations in bf16", 1):
+            message = through(torch.bfloat16)(message)
+        if self.at("activation lost a bit", 1) and number == 4:
+            message = message.clone()
+            message.view(-1)[5] += 1.0
+        if self.at("activation not finite", 1) and number == 3:
+            message = message * float("nan")
+        if self.at("activations overtake", 1) and number == 2:
+            self.held = message
+            return
         self.exchange(self.rank + 1, send=message)
+        if self.at("activations overtake", 1) and number == 3:
+            self.exchange(self.rank + 1, send=self.held)
 
     def receive_backward(self) -> Tensor | None:
         if self.rank == self.last:
@@ -75,12 +71,11 @@ class Communicator:
     def send_backward(self, gradient: Tensor | None) -> None:
         if self.rank == 0 or gradient is None:
             return
-        number, self.sent_backward = self.sent_backward, self.sent_backward + 1
-        if self.rank == 2:
-            if self.fault == "gradient halved on its way":
-                gradient = gradient * 0.5
-            if self.fault == "one gradient is zero" and number == 1:
-                gradient = torch.zeros_like(gradient)
+        number = next(self.backwards)
+        if self.at("gradient halved on its way", 2):
+            gradient = gradient * 0.5
+        if self.at("one gradient is zero", 2) and number == 1:
+            gradient = torch.zeros_like(gradient)
         self.exchange(self.rank - 1, send=gradient)
 
     def finish(self) -> None:
@@ -89,55 +84,54 @@ class Communicator:
                 work.wait()
 
 
-class MainGradients:
+class MainGradients(Place):
     """Every parameter's ``main_grad`` is a view of one flat fp32 buffer, to which its ``grad`` is added."""
 
     def __init__(self, module: nn.Module, fault: str) -> None:
-        self.parameters, self.fault, self.rank = list(module.parameters()), fault, dist.get_rank()
+        super().__init__(fault)
+        self.parameters = list(module.parameters())
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters))
         parts = self.flat.split([p.numel() for p in self.parameters])
         self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-        self.done = 0
-        if fault == "buffer of weights" and self.rank == 1:
+        self.taken = count()
+        if self.at("buffer of weights", 1):
             self.flat.copy_(torch.cat([p.detach().flatten() for p in self.parameters]))
 
     def add(self) -> None:
         """Take the gradients of one microbatch."""
-        number, self.done = self.done, self.done + 1
+        number = next(self.taken)
         for view, parameter in zip(self.views, self.parameters, strict=True):
             if parameter.grad is None:
                 continue
-            if self.fault == "copied, not added" and self.rank == 1:
+            if self.at("copied, not added", 1):
                 view.copy_(parameter.grad)
-            elif not (self.fault == "first not added" and self.rank == 1 and number == 0):
+            elif not (self.at("first not added", 1) and number == 0):
                 view.add_(parameter.grad)
-            if self.fault == "fifth added twice" and self.rank == 2 and number == 5:
+            if self.at("fifth added twice", 2) and number == 5:
                 view.add_(parameter.grad)
             parameter.grad = None
 
     def finish(self) -> None:
         """The sums become the gradients."""
-        if self.fault == "norms reduced twice" and self.rank == 2:
-            for view, parameter in zip(self.views, self.parameters, strict=True):
-                if parameter is self.parameters[0]:
-                    view.mul_(2)
-        if self.fault == "flat buffer off by one" and self.rank == 1:
+        if self.at("norms reduced twice", 2):
+            self.views[0].mul_(2)
+        if self.at("flat buffer off by one", 1):
             self.views[3].copy_(self.views[3].roll(1))
-        if self.fault == "stage negated" and self.rank == 2:
+        if self.at("stage negated", 2):
             self.flat.neg_()
         for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.grad = view
-        if self.fault == "bias left out" and self.rank == 1:
+        if self.at("bias left out", 1):
             self.parameters[3].grad = None
 
 
-class Loop:
+class Loop(Place):
     """1F1B without interleaving."""
 
-    def __init__(self, module: nn.Module, iterator: Iterator[Any], count: int, like: Tensor, *, fault: str) -> None:
-        self.module, self.iterator, self.count, self.fault = module, iterator, count, fault
-        self.link, self.main = Communicator(like, fault), MainGradients(module, fault)
-        self.rank, self.last = self.link.rank, self.link.last
+    def __init__(self, module: nn.Module, given: Pairs, fault: str) -> None:
+        super().__init__(fault)
+        self.module, self.iterator, self.count = module, iter(given), len(given)
+        self.link, self.main = Communicator(given[0][0], fault), MainGradients(module, fault)
         self.inputs: list[Tensor | None] = []
         self.outputs: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -159,34 +153,18 @@ class Loop:
         self.outputs.append(output)
 
     def backward_step(self) -> None:
-        newest = self.fault == "queue popped at the wrong end" and self.rank == 1
+        newest = self.at("queue popped at the wrong end", 1)
         given, output = self.inputs.pop(-1 if newest else 0), self.outputs.pop(-1 if newest else 0)
         output.backward(self.link.receive_backward())
         self.main.add()
         self.link.send_backward(None if given is None else given.grad)
 
     def run(self) -> list[Tensor]:
-        warm_up = min(self.last - self.rank, self.count)
-        for _ in range(warm_up):
-            self.forward_step()
-        for _ in range(self.count - warm_up):
-            self.forward_step()
-            self.backward_step()
-        for _ in range(warm_up):
-            self.backward_step()
+        for kind, _ in one_f_one_b(self.last - self.rank, self.count):
+            (self.forward_step if kind == "F" else self.backward_step)()
         self.link.finish()
         self.main.finish()
         return self.losses[::-1] if self.fault == "losses last first" else self.losses
-
-
-def _norm(module: nn.Module, fault: str) -> Tensor:
-    own = squares([module])
-    if fault == "norm of each rank":
-        return own.sqrt()
-    if fault == "norms added":
-        own = own.sqrt()
-    dist.all_reduce(own)
-    return own if fault == "norms added" else own.sqrt()
 
 
 def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched: bool = True) -> Any:
@@ -202,5 +180,10 @@ def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched:
     if fault == "a microbatch taken twice":
         given = [*given[:3], given[2], *given[4:]]
     stage = observed(module, watched)
-    losses = Loop(stage, iter(given), len(given), given[0][0], fault=fault).run()
-    return stage, losses or None, _norm(module, fault)
+    losses = Loop(stage, given, fault).run()
+    norm = squares(module)
+    if fault == "norms added":
+        norm = norm.sqrt()
+    if fault != "norm of each rank":
+        dist.all_reduce(norm)
+    return stage, losses or None, norm if fault == "norms added" else norm.sqrt()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from runtime_functional import Line, Way
 from runtime_functional_training import with_pads
-from runtime_plain import Chain
 from torch import Tensor, nn
-from truth_models import WIDTH, Pairs, observed
+from truth_models import WIDTH, Chain, Pairs, observed
 
 from pipeproof import StepResult
+from tests.support.tensor_parallel import Summed, SummedBack
 
 
 class Wide(nn.Module):
@@ -24,39 +24,8 @@ class Wide(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
-        return y
-
-
-class Copied(torch.autograd.Function):
-    """The same for all ranks of a group; the gradient is the sum of theirs, or this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, summed: bool) -> Tensor:
-        ctx.group, ctx.summed = group, summed
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone()
-        if ctx.summed:
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over a group; the gradient is the same for all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.tanh(self.up(x)))
 
 
 class Half(nn.Module):
@@ -72,10 +41,9 @@ class Half(nn.Module):
             self.down.weight.copy_(whole.down.weight[:, own])
             self.down.bias.copy_(whole.down.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.up(Copied.apply(x, self.group, self.summed)))
-        y: Tensor = Summed.apply(nn.functional.linear(h, self.down.weight), self.group) + self.down.bias
-        return y
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.up(SummedBack.apply(x, self.group) if self.summed else x))
+        return Summed.apply(nn.functional.linear(h, self.down.weight), self.group) + self.down.bias
 
 
 def step(model: Any, pairs: Pairs, *, way: Way, summed: bool, watched: bool, alone: bool = False) -> StepResult:

@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from truth_models import Pairs, observed
+from truth_models import Pairs, loss_fn, observed
 
 
-class Chain(nn.Sequential):
-    """Layers in a row: the first is called with all that there is, each other with what the one before made."""
-
-    def forward(self, *given: Any) -> Any:
-        """What the last layer makes."""
-        for layer in self:
-            given = (layer(*given),)
-        return given[0]
+def one_f_one_b(ahead: int, count: int) -> Iterator[tuple[str, int]]:
+    """Forwards and backwards of one stage in turn, with ``ahead`` forwards first."""
+    ahead = min(ahead, count)
+    for m in range(count + ahead):
+        if m < count:
+            yield "F", m
+        if m >= ahead:
+            yield "B", m - ahead
 
 
 class Meta(NamedTuple):
@@ -31,11 +31,6 @@ class Meta(NamedTuple):
     requires_grad: bool
 
 
-def called(stage: nn.Module, given: tuple[Any, ...]) -> Any:
-    """The plainest way."""
-    return stage(*given)
-
-
 @dataclass(frozen=True)
 class How:
     """How a step is made.
@@ -44,10 +39,13 @@ class How:
     forwards. ``buffers``: "fresh", or "copied" out of one that is used again. ``scale``: what the loss is multiplied
     by, and gradients divided by in the end. ``late``: gradients are divided in the end, not losses. ``summed``: "grad",
     or "kept" to the end and added last to first. ``halves``: input gradients first, weights' after the next backward.
+    ``loss_fn``: None where the model has its own. ``split``: how many layers each stage has.
     """
 
+    loss_fn: Any = loss_fn
+    split: tuple[int, ...] = ()
     order: str = "1f1b"
-    call: Callable[[nn.Module, tuple[Any, ...]], Any] = called
+    call: Callable[[nn.Module, tuple[Any, ...]], Any] = lambda stage, given: stage(*given)
     buffers: str = "fresh"
     scale: float = 1.0
     late: bool = False
@@ -58,11 +56,14 @@ class How:
     between: Callable[[nn.Module, tuple[Any, ...]], None] = lambda stage, given: None
 
 
+PLAINEST = How()
+
+
 class Plain:
     """One stage's part in a step; ``ranks`` are those of its pipeline, in order."""
 
-    def __init__(self, stage: nn.Module, microbatches: Pairs, loss_fn: Any, how: How, ranks: list[int]) -> None:
-        self.stage, self.microbatches, self.loss_fn, self.how = stage, microbatches, loss_fn, how
+    def __init__(self, stage: nn.Module, microbatches: Pairs, how: How, ranks: list[int]) -> None:
+        self.stage, self.microbatches, self.how = stage, microbatches, how
         self.place, self.ranks = ranks.index(dist.get_rank()), ranks
         self.last = self.place == len(ranks) - 1
         self.live: dict[int, tuple[Any, Any]] = {}
@@ -88,30 +89,25 @@ class Plain:
 
     def order(self) -> Iterator[tuple[str, int]]:
         count = len(self.microbatches)
-        every = list(range(count))
-        behind = {"1f1b": len(self.ranks) - 1 - self.place, "naive": 0}
-        warm_up = min(behind.get(self.how.order, count), count)
-        yield from (("F", m) for m in every[:warm_up])
+        backwards = list(range(count))
         if self.how.order == "lifo":
-            every.reverse()
+            backwards.reverse()
         elif self.how.order == "shuffled":
-            random.Random(3).shuffle(every)
-        for number in range(count):
-            if warm_up + number < count:
-                yield "F", warm_up + number
-            yield "B", every[number]
+            random.Random(3).shuffle(backwards)
+        ahead = {"1f1b": len(self.ranks) - 1 - self.place, "naive": 0}.get(self.how.order, count)
+        yield from ((kind, m if kind == "F" else backwards[m]) for kind, m in one_f_one_b(ahead, count))
 
     def forward(self, m: int) -> None:
         inputs, target = self.microbatches[m]
         if self.place == 0:
             given = inputs if isinstance(inputs, tuple) else (inputs,)
-            given = (*given, target) if self.loss_fn is None else given
+            given = (*given, target) if self.how.loss_fn is None else given
         else:
             given = (self.receive(self.ranks[self.place - 1]),)
         made = self.how.call(self.stage, given)
         self.how.between(self.stage, given)
         if self.last:
-            loss = made if self.loss_fn is None else self.loss_fn(made, target)
+            loss = made if self.how.loss_fn is None else self.how.loss_fn(made, target)
             self.losses[m] = loss.detach().clone()
             made = loss * self.how.scale if self.how.late else loss / self.divisor * self.how.scale
         else:
@@ -148,10 +144,9 @@ class Plain:
     def finish(self) -> None:
         for share in reversed(self.shares):
             for parameter, gradient in zip(self.parameters, share, strict=True):
+                first = parameter.grad is None or share is self.shares[-1]
                 if gradient is not None:
-                    parameter.grad = (
-                        gradient if parameter.grad is None or share is self.shares[-1] else (parameter.grad + gradient)
-                    )
+                    parameter.grad = gradient if first else parameter.grad + gradient
         divisor = self.how.scale * (self.divisor if self.how.late else 1.0)
         for parameter in self.parameters if divisor != 1.0 else ():
             if parameter.grad is not None:
@@ -193,28 +188,24 @@ def exchange(own: Tensor, peer: int) -> Tensor:
     return own + other if dist.get_rank() < peer else other + own
 
 
-def cut(model: nn.Sequential, split: tuple[int, ...], place: int) -> nn.Sequential:
-    """The layers of one stage."""
-    first = sum(split[:place])
-    return model[first : first + split[place]]
-
-
-def even(layers: int, ranks: int) -> tuple[int, ...]:
-    """Alike, and more on the first where that cannot be."""
-    return tuple(layers // ranks + (r < layers % ranks) for r in range(ranks))
+def own(model: nn.Sequential, split: tuple[int, ...] = ()) -> nn.Sequential:
+    """The layers of this rank: as many as others, and more on the first where that cannot be."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    each = split or [len(model) // ranks + (r < len(model) % ranks) for r in range(ranks)]
+    return model[sum(each[:rank]) :][: each[rank]]
 
 
 def step(
-    model: nn.Sequential,
+    model: Any,
     microbatches: Pairs,
     *,
-    loss_fn: Any,
-    how: How | None = None,
-    split: tuple[int, ...] = (),
+    how: How = PLAINEST,
     watched: bool = True,
+    stage: nn.Module | None = None,
+    ranks: Sequence[int] = (),
+    part: Callable[..., Plain] = Plain,
 ) -> Any:
-    """One step on as many ranks as there are; hands back the stage and the losses."""
-    ranks = list(range(dist.get_world_size()))
-    stage = cut(model, split or even(len(model), len(ranks)), dist.get_rank())
-    losses = Plain(observed(stage, watched), microbatches, loss_fn, how or How(), ranks).step()
-    return stage, losses or None
+    """One step on ``ranks``, or on as many as there are; hands back the stage and the losses."""
+    stage = own(model, how.split) if stage is None else stage
+    pipeline = part(observed(stage, watched), microbatches, how, [*(ranks or range(dist.get_world_size()))])
+    return stage, pipeline.step() or None

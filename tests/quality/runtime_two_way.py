@@ -4,29 +4,20 @@ Half of the microbatches enter at either end; in the end the two copies of a sta
 is at its place in the code; the empty name is the pipeline as it should be.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_plain import exchange, one_f_one_b
 from torch import Tensor, nn
-from truth_models import Pairs, loss_fn, observed, squares, through
+from truth_models import Pairs, Place, loss_fn, observed, squares, through
 
 Op = tuple[int, str, int]  # direction, F or B, and the number within the direction
 
 
-def one_way(place: int, ranks: int, count: int) -> list[tuple[str, int]]:
-    """1F1B of one direction, at one place in it."""
-    warm_up = min(ranks - 1 - place, count)
-    order = [("F", m) for m in range(warm_up)]
-    for m in range(count - warm_up):
-        order += [("F", warm_up + m), ("B", m)]
-    return order + [("B", m) for m in range(count - warm_up, count)]
-
-
 def orders(ranks: int, count: int) -> list[list[Op]]:
     """Both directions merged for every rank: whatever is ready, the directions taking turns."""
-    left = [[one_way(r if d == 0 else ranks - 1 - r, ranks, count) for d in (0, 1)] for r in range(ranks)]
+    left = [[[*one_f_one_b(r if d else ranks - 1 - r, count)] for d in (0, 1)] for r in range(ranks)]
     made: list[list[Op]] = [[] for _ in range(ranks)]
     done: set[tuple[int, str, int, int]] = set()  # direction, F or B, number, place
 
@@ -53,20 +44,20 @@ def orders(ranks: int, count: int) -> list[list[Op]]:
     return made
 
 
-class TwoWay:
+class TwoWay(Place):
     """One step of one rank."""
 
     def __init__(self, modules: list[nn.Module], microbatches: Pairs, fault: str) -> None:
-        self.modules, self.microbatches, self.fault = modules, microbatches, fault
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        super().__init__(fault)
+        self.modules, self.microbatches = modules, microbatches
         self.half = len(microbatches) // 2
         self.live: list[list[tuple[Tensor, Tensor]]] = [[], []]
         self.losses = torch.zeros(len(microbatches))
         self.pending: list[Any] = []
         self.buffer = torch.empty_like(microbatches[0][0])
 
-    def at(self, fault: str, rank: int, direction: int) -> bool:
-        return self.fault == fault and (self.rank, self.now) == (rank, direction)
+    def here(self, fault: str, rank: int, direction: int) -> bool:
+        return self.at(fault, rank) and self.now == direction
 
     def place(self, direction: int) -> int:
         return self.rank if direction == 0 else self.ranks - 1 - self.rank
@@ -90,6 +81,7 @@ class TwoWay:
     def receive(self, peer: int, tag: int, *, reused: bool = False) -> Tensor:
         buffer = self.buffer.detach() if reused else torch.empty_like(self.buffer)
         dist.recv(buffer, peer, tag=tag)
+        self.last_received = buffer
         return buffer
 
     def forward(self, d: int, m: int) -> None:
@@ -98,52 +90,47 @@ class TwoWay:
         if self.fault == "targets of the other direction" and d == 1:
             target = self.microbatches[m][1]
         if self.place(d) > 0:
-            reused = self.at("one buffer for a direction", 1, 1)
+            reused = self.here("one buffer for a direction", 1, 1)
             inputs = self.receive(self.neighbour(d, False), 4 * m + d, reused=reused).requires_grad_()
-            if self.at("other chunk's input", 2, 0) and m == 1:
+            if self.here("other chunk's input", 2, 0) and m == 1:
                 inputs = self.live[1][-1][0].detach().clone().requires_grad_()
         made = self.modules[d](inputs)
         if self.place(d) == self.ranks - 1:
             loss = loss_fn(made, target)
             self.losses[number] = loss.detach()
-            made = loss / (self.half if self.at("divided by its own half", 0, 1) else len(self.microbatches))
+            made = loss / (self.half if self.here("divided by its own half", 0, 1) else len(self.microbatches))
         else:
             message = made.detach()
-            if self.at("activations rounded one way", 2, 1):
+            if self.here("activations rounded one way", 2, 1):
                 message = through(torch.bfloat16)(message)
             self.send(message, self.neighbour(d, True), 4 * m + d)
         self.live[d].append((inputs, made))
 
     def backward(self, d: int, m: int) -> None:
-        newest = self.at("newest graph first", 1, 0) or self.at("newest graph first there", 2, 1)
+        newest = self.here("newest graph first", 1, 0) or self.here("newest graph first there", 2, 1)
         inputs, made = self.live[d].pop(-1 if newest else 0)
-        skipped = self.at("second half not added", 1, 1)
+        skipped = self.here("second half not added", 1, 1)
         before = [p.grad for p in self.modules[d].parameters()] if skipped else []
         if skipped:
             self.modules[d].zero_grad(set_to_none=True)
         last = self.place(d) == self.ranks - 1
         made.backward(None if last else self.receive(self.neighbour(d, True), 4 * m + d + 2), retain_graph=m == 0)
-        if self.at("first one run twice", 0, 0) and m == 0:
-            made.backward(self.received_once(d, m), inputs=list(self.modules[d].parameters()))
+        if self.here("first one run twice", 0, 0) and m == 0:
+            made.backward(self.last_received, inputs=list(self.modules[d].parameters()))
         if skipped:
             for parameter, old in zip(self.modules[d].parameters(), before, strict=True):
                 parameter.grad = old
         if self.place(d) > 0:
             gradient = inputs.grad
             assert gradient is not None, "after its backward"
-            if self.at("gradient halved one way", 1, 1):
+            if self.here("gradient halved one way", 1, 1):
                 gradient = gradient * 0.5
             self.send(gradient, self.neighbour(d, False), 4 * m + d + 2)
-            self.kept = gradient
-
-    def received_once(self, d: int, m: int) -> Tensor:
-        """What the last backward was given, once more."""
-        return self.last_received
 
     def reduce(self) -> None:
         """The two copies of a stage add their gradients."""
         peer = self.ranks - 1 - self.rank
-        if self.fault == "one copy negated" and self.rank == 3:
+        if self.at("one copy negated", 3):
             for parameter in self.modules[1].parameters():
                 assert parameter.grad is not None, "after the last backward"
                 parameter.grad.neg_()
@@ -154,51 +141,25 @@ class TwoWay:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 if self.fault == "bias that does not meet" and stage == 2 and number == 3:
                     continue
-                other = self.exchanged(own.clone(), peer, tag=1000 * (stage + 1) + number)
-                total = own + other if self.rank < peer else other + own
+                total = exchange(own, peer)
                 parameter.grad = total / 2 if self.fault == "mean of the pair" else total
-                if self.fault == "one copy halved after they met" and (self.rank, stage) == (3, 0):
+                if self.at("one copy halved after they met", 3) and stage == 0:
                     parameter.grad /= 2
-                if self.fault == "one copy cleared after they met" and (self.rank, stage) == (1, 1):
+                if self.at("one copy cleared after they met", 1) and stage == 1:
                     parameter.grad.zero_()
-
-    def exchanged(self, own: Tensor, peer: int, *, tag: int) -> Tensor:
-        other, work = torch.empty_like(own), dist.isend(own, peer, tag=tag)
-        dist.recv(other, peer, tag=tag)
-        work.wait()
-        return other
-
-
-class Remembers(TwoWay):
-    """Keeps what it received last, for a backward that is run twice."""
-
-    def receive(self, peer: int, tag: int, *, reused: bool = False) -> Tensor:
-        self.last_received = super().receive(peer, tag, reused=reused)
-        return self.last_received
-
-
-def _norm(modules: list[nn.Module], fault: str) -> Tensor:
-    total = squares(modules)
-    dist.all_reduce(total)
-    return total.sqrt() if fault == "both copies in the norm" else (total / 2).sqrt()
-
-
-def _spoilt(modules: list[nn.Module], fault: str) -> Iterator[None]:
-    rank = dist.get_rank()
-    if fault == "copies that drifted apart" and rank == 2:
-        for parameter in modules[1].parameters():
-            parameter.data = parameter.data * 1.01
-    yield
 
 
 def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched: bool = True) -> Any:
     """One step on four ranks, four stages of two layers each, both ways; hands back modules, losses and the norm."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     per = len(model) // ranks
-    parts = [model[per * place : per * (place + 1)] for place in (rank, ranks - 1 - rank)]
-    modules: list[nn.Module] = list(parts)
-    next(_spoilt(modules, fault))
-    pipeline = Remembers([observed(module, watched) for module in modules], microbatches, fault)
+    modules: list[nn.Module] = [model[per * place : per * (place + 1)] for place in (rank, ranks - 1 - rank)]
+    if fault == "copies that drifted apart" and rank == 2:
+        for parameter in modules[1].parameters():
+            parameter.data = parameter.data * 1.01
+    pipeline = TwoWay([observed(module, watched) for module in modules], microbatches, fault)
     pipeline.run()
-    first_or_last = rank in (0, ranks - 1)
-    return modules, list(pipeline.losses) if first_or_last else None, _norm(modules, fault)
+    total = squares(nn.ModuleList(modules))
+    dist.all_reduce(total)
+    norm = (total if fault == "both copies in the norm" else total / 2).sqrt()
+    return modules, list(pipeline.losses) if rank in (0, ranks - 1) else None, norm

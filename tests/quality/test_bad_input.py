@@ -27,7 +27,7 @@ from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.specimens import SPECIMENS
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
-from tests.support.steps import loss_fn, pairs
+from tests.support.steps import backward, loss_fn, pairs
 
 WIDTH = 8
 Reference = Callable[[], nn.Module]
@@ -42,12 +42,7 @@ data = partial(pairs, 3)
 
 
 def right(model: nn.Module, microbatches: list[Any]) -> Any:
-    losses = []
-    for x, target in microbatches:
-        loss = loss_fn(model(x), target)
-        (loss / len(microbatches)).backward()
-        losses.append(loss.item())
-    return model, losses
+    return model, backward(model, microbatches)
 
 
 def own(model: nn.Module, microbatches: list[Any]) -> Any:

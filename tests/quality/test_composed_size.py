@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof import StageByStage, check_step
 from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.chained import LOSS, Faults, Step, backwards, forwards, named
 from tests.support.sweeps import SWEEP
 
 pytestmark = pytest.mark.long
@@ -37,10 +38,6 @@ def taken() -> int:
     return int(found[1]) << 10
 
 
-def named(stage: int, name: str) -> str:
-    return f"{stage}.{name}"
-
-
 def bounded(context: RankContext) -> tuple[str, Verdict]:
     """A checked step of a rank that may hold no more than its own stage takes, and what the whole model gives there."""
     rank, last = context.rank, context.ranks - 1
@@ -51,42 +48,17 @@ def bounded(context: RankContext) -> tuple[str, Verdict]:
     stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     draw = torch.Generator().manual_seed(1)
     pairs = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(4)]
-    with check_step(
-        stage, pairs if rank in (0, last) else None, against=StageByStage(nn.functional.mse_loss), rename=named
-    ) as check:
-        losses = step(stage, pairs, rank, last)
+    given, at = pairs if rank in (0, last) else None, Step(rank, context.ranks)
+    with check_step(stage, given, against=StageByStage(LOSS), rename=named) as check:
+        forwards(at, stage, pairs, Faults())
+        backwards(at, len(pairs), Faults())
         check.gradients()
-        check.report(losses=losses or None)
+        check.report(losses=at.losses or None)
     try:
         whole = [torch.empty(STAGE // 4) for _ in range(RANKS)]
     except RuntimeError as error:
         return str(error), check.verdict
     return f"{len(whole)} stages fit", check.verdict
-
-
-def step(stage: nn.Module, pairs: list[tuple[Tensor, Tensor]], rank: int, last: int) -> list[float]:
-    inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
-    for x, target in pairs:
-        if rank:
-            x = torch.empty(ROWS, WIDTH)
-            dist.recv(x, rank - 1)
-        inputs.append(x.requires_grad_(rank > 0))
-        output = stage(inputs[-1])
-        if rank < last:
-            dist.send(output.detach(), rank + 1)
-        else:
-            output = nn.functional.mse_loss(output, target)
-            losses.append(output.item())
-            output = output / len(pairs)
-        outputs.append(output)
-    for x, output in zip(inputs, outputs, strict=True):
-        flow = torch.empty(ROWS, WIDTH)
-        if rank < last:
-            dist.recv(flow, rank + 1)
-        output.backward(flow if rank < last else None)
-        if x.grad is not None:
-            dist.send(x.grad, rank - 1)
-    return losses
 
 
 @SWEEP  # it takes half a minute, and what it bounds seldom changes

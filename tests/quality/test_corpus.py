@@ -65,11 +65,11 @@ def test_a_verdict_gives_its_values() -> None:
     laws = LawResult("gradient", "fail", 4, 3, 1), LawResult("loss", "unknown"), LawResult("presence", "pass", 1, 1)
     cause = Cause("dropped", rank=1, stage=1, microbatches=(2,))
     verdict = Verdict("", "fail", "none", laws, (Mismatch("gradient", 1, rank=1, parameter="a"),), (cause,))
-    found = Values.of("p | watched | t", faulty=True, verdict=verdict, checked=Checked("fail", "right"), raised="")
+    found = Values.of("p | watched | t", faulty=True, verdict=verdict, checked=Checked("fail", "right"))
     assert (found.failed, found.undecided, found.place) == (("gradient",), ("loss",), (1, None, None, "a"))
     assert found.causes == (("dropped", 1, 1, (2,), None),)
-    raised = Values.of("p | watched | t", faulty=False, verdict=None, checked=None, raised="no")
-    assert raised.outcome == "raised"
+    raised = truth.row("p", "t", True, truth.RIGHT, ValueError("no")).values
+    assert (raised.row, raised.outcome, raised.why) == ("p | watched | t", "raised", "ValueError: no")
 
 
 def test_the_command_ends_with_1_where_a_transition_is_forbidden(tmp_path: Path, capsys: Any) -> None:
@@ -94,7 +94,7 @@ EVERY = {"rights": 60, "faults": 60, "mixtures": 90, "functional": 60, "async": 
 def test_nothing_forbidden_became_of_a_sample(part: str, whitebox: WhiteBox) -> None:
     before = corpus.read(corpus.BASELINE)
     runs = list(truth.tries([part], [""], whitebox.world))[:: EVERY[part]]
-    found = [one.values for run in runs for one in run.rows() if one.values is not None]
+    found = [one.values for run in runs for one in run.rows()]
     assert found
     changes: list[Transition] = list(transitions(before, found))
     assert [str(one) for one in changes if one.forbidden] == []

@@ -1,14 +1,11 @@
 """What passes, fails and stays unknown does not hang on its explanation: without one, each outcome is the same."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import pytest
-from truth_axes import axes
-from truth_faults import FAULTS
-from truth_mixtures import mixtures
-from truth_rights import rights
+import truth
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain import explain as diagnose
@@ -50,7 +47,7 @@ Row = Callable[[WhiteBox, World], Verdict]
 
 
 def foreign(title: str, whitebox: WhiteBox, world: World) -> Verdict:
-    every: Iterator[Any] = (one for group in (FAULTS, mixtures(), rights(), axes()) for one in group)
+    every = (one for runs in truth.foreign().values() for one in runs)
     verdict: Verdict = next(one for one in every if one.title == title).verdict(whitebox, watched=True)
     return verdict
 

@@ -32,24 +32,15 @@ def test_a_fault_that_few_cases_show_is_found_and_shrinks_to_the_smallest(
     assert [cause.kind for cause in again.verdict.causes] == [cause.kind for cause in found.verdict.causes]
 
 
-def without_alarm(world: World, one: Fuzzed, *, cases: int, seed: int = 0) -> None:
+@pytest.mark.parametrize(("cases", "seed"), [(6, 0), pytest.param(170, 1, marks=SWEEP)])
+@pytest.mark.parametrize("one", [*PIPELINES], ids=[one.step.__name__ for one in PIPELINES])
+def test_a_right_pipeline_gives_no_alarm(world: World, one: Fuzzed, cases: int, seed: int) -> None:
     result = WhiteBox(world).fuzz(
         one.step, reference=build, data=draw, loss_fn=loss_fn, cases=cases, seed=seed, **one.words
     )
     assert result, str(result)
     assert (result.outcomes, result.ended) == ({"pass": cases}, "")
     assert result.planted
-
-
-@pytest.mark.parametrize("one", [*PIPELINES], ids=[one.step.__name__ for one in PIPELINES])
-def test_a_right_pipeline_gives_no_alarm(world: World, one: Fuzzed) -> None:
-    without_alarm(world, one, cases=6)
-
-
-@SWEEP
-@pytest.mark.parametrize("one", [*PIPELINES], ids=[one.step.__name__ for one in PIPELINES])
-def test_no_alarm_in_a_long_campaign(world: World, one: Fuzzed) -> None:
-    without_alarm(world, one, cases=170, seed=1)
 
 
 TESTS = """

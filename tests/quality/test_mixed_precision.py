@@ -11,9 +11,8 @@ from truth_check import Counts, Truth, check
 from pipeproof.core.judge import LAWS
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed.check import LAWS as OF_A_CHAIN
-from pipeproof.wings.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS, validate_mixed
-from pipeproof.wings.specimens.mixed import MIXED, RANKS, RIGHT
-from pipeproof.wings.specimens.mixed_check import run_mixed
+from pipeproof.wings.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
+from pipeproof.wings.specimens.mixed import MIXED, RANKS, RIGHT, run_mixed, validate_mixed
 from pipeproof.wings.specimens.mixed_step import COUNT
 from pipeproof.wings.specimens.specimen import CLASSES
 from pipeproof.worlds.world import World
@@ -23,69 +22,48 @@ from tests.support.sweeps import each_once
 _EVERY = "microbatches 0, 1, 2, 3, action"
 _HALF = "1/2 = 1 / the number of stages or the number of ranks; divided by 2048, where losses were multiplied by 1024"
 # What the verdict says of each, and what is wrong: what else it calls right must be so.
-SAYS: Mapping[str, tuple[list[str], str]] = {
+SAYS: Mapping[str, tuple[str, str]] = {
     "loss-scaled-twice": (
-        [
-            "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 1024 times the expected "
-            "(1B0); 1024 is the loss scale"
-        ],
+        "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 1024 times the expected "
+        "(1B0); 1024 is the loss scale",
         "boundary gradients",
     ),
     "loss-not-scaled": (
-        [
-            "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 0.000976562 times the "
-            "expected (1B0); 1024 is the loss scale"
-        ],
+        "rank 1, stage 1, action 1B0: output gradient of the module of every microbatch is 0.000976562 times the "
+        "expected (1B0); 1024 is the loss scale",
         "boundary gradients",
     ),
-    "never-unscaled": (["everywhere: 1024 times; 1024 is the loss scale"], "gradients"),
-    "unscaled-twice": (
-        ["rank 1, stage 1: 0.000976562 times; 1024 is the loss scale"],
-        "gradients",
-    ),
-    "clipped-before-unscaling": (
-        ["everywhere: 0.000582569 times"],
-        "gradients norm clip",
-    ),
+    "never-unscaled": ("everywhere: 1024 times; 1024 is the loss scale", "gradients"),
+    "unscaled-twice": ("rank 1, stage 1: 0.000976562 times; 1024 is the loss scale", "gradients"),
+    "clipped-before-unscaling": ("everywhere: 0.000582569 times", "gradients norm clip"),
     "norm-before-unscaling": (
-        ["everywhere: 171.653 in place of 0.16763: 1024 times the right one, which is the loss scale"],
+        "everywhere: 171.653 in place of 0.16763: 1024 times the right one, which is the loss scale",
         "norm clip",
     ),
-    "scale-grown-on-one-rank": (
-        [f"rank 0, stage 0: {_HALF}"],
-        "gradients",
-    ),
-    "scale-updated-early": (
-        [f"everywhere: {_HALF}"],
-        "gradients",
-    ),
+    "scale-grown-on-one-rank": (f"rank 0, stage 0: {_HALF}", "gradients"),
+    "scale-updated-early": (f"everywhere: {_HALF}", "gradients"),
     "overflow-observed-by-one-rank": (
-        ["rank 0, stage 0: gradients overflow, so that every rank should skip its step; rank 1 did"],
+        "rank 0, stage 0: gradients overflow, so that every rank should skip its step; rank 1 did",
         "update",
     ),
-    "step-skipped-on-one-rank": (["rank 1, stage 1: no weight moved, and rank 0 took its step"], "update"),
-    "accumulated-in-bf16": (["everywhere: every gradient"], "sums gradients"),
-    "sum-rounded": (["rank 1, stage 1: every gradient"], "gradients"),
+    "step-skipped-on-one-rank": ("rank 1, stage 1: no weight moved, and rank 0 took its step", "update"),
+    "accumulated-in-bf16": ("everywhere: every gradient", "sums gradients"),
+    "sum-rounded": ("rank 1, stage 1: every gradient", "gradients"),
     "activations-sent-in-bf16": (
-        [f"rank 1, stage 1, {_EVERY} 1F0: input of every microbatch is bf16-rounded (1F0)"],
+        f"rank 1, stage 1, {_EVERY} 1F0: input of every microbatch is bf16-rounded (1F0)",
         "boundary messages",
     ),
     "gradients-sent-in-bf16": (
-        [f"rank 0, stage 0, {_EVERY} 0B0: output gradient of every microbatch is bf16-rounded (0B0)"],
+        f"rank 0, stage 0, {_EVERY} 0B0: output gradient of every microbatch is bf16-rounded (0B0)",
         "boundary messages",
     ),
     "masters-not-copied-back": (
-        [
-            "rank 0, stage 0: 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias: as before the step, while the master copy "
-            "moved"
-        ],
+        "rank 0, stage 0: 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias: as before the step, while the master copy moved",
         "update",
     ),
     "masters-of-other-weights": (
-        [
-            "rank 1, stage 1: 1.0.weight, 1.0.bias, 1.2.weight, 1.2.bias: as the step began, not the master copy in "
-            "its own type"
-        ],
+        "rank 1, stage 1: 1.0.weight, 1.0.bias, 1.2.weight, 1.2.bias: as the step began, not the master copy in "
+        "its own type",
         "update",
     ),
 }
@@ -108,7 +86,7 @@ def test_a_forgotten_convention_is_caught_named_and_located_and_every_word_is_tr
     assert trial.recorded is not None
     assert trial.recorded.right, trial
     assert trial.recorded.located, trial
-    assert [str(cause) for cause in verdict.causes] == said
+    assert [str(cause) for cause in verdict.causes] == [said]
     place = () if fault.rank is None else (fault.rank,)
     truth = Truth((fault.kind,), frozenset(wrong.split()), ranks=place, stages=place, somewhere=not place)
     found = check(verdict, truth, Counts(RANKS, RANKS, COUNT))

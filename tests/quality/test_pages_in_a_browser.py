@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeproof.reports.page.page import CampaignRow, campaign, page
+from pipeproof.reports.gate_reports import CaseResult
+from pipeproof.reports.page.page import campaign, page
 from pipeproof.wings.advise.page import advice_page
 from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
@@ -19,10 +20,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="pages are not observed in a browser: chromium is missing")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 ENTRIES = [
-    CampaignRow(FAILED, "fail"),
-    CampaignRow(PASSED, "pass"),
-    CampaignRow(BARE, "unknown"),
-    CampaignRow(FAILED, "pass", "planted"),
+    CaseResult(FAILED),
+    CaseResult(PASSED),
+    CaseResult(BARE),
+    CaseResult(FAILED, "planted"),
 ]
 PAGES = {
     "fail": lambda: page(FAILED),

@@ -67,22 +67,13 @@ def test_a_deadlock_is_told_with_who_waits_and_the_lines(name: str, simulated: S
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SIMULATED_CONTROLS)
-def test_right_code_is_right_under_a_seed(name: str, simulated: SimulatedWorld) -> None:
-    passes(name, simulated, range(1))
-
-
-@SWEEP
-@pytest.mark.parametrize("name", SIMULATED_CONTROLS)
-def test_right_code_is_right_under_any_of_twenty_seeds(name: str, simulated: SimulatedWorld) -> None:
-    passes(name, simulated, SEEDS)
-
-
-def passes(name: str, world: SimulatedWorld, seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(SEEDS, marks=SWEEP)], ids=len)
+def test_right_code_is_right_under_any_seed(name: str, seeds: range, simulated: SimulatedWorld) -> None:
     one = SIMULATED_CONTROLS[name]
-    for world.transport in one.needs.transports:
-        for world.seed in seeds:
-            verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), world)
-            assert verdict.outcome == "pass", f"{world.transport} {world.seed}: {verdict}"
+    for simulated.transport in one.needs.transports:
+        for simulated.seed in seeds:
+            verdict = verdict_on(Case.parse(f"{one.smallest} specimen={name}"), simulated)
+            assert verdict.outcome == "pass", f"{simulated.transport} {simulated.seed}: {verdict}"
 
 
 @pytest.mark.long

@@ -60,14 +60,10 @@ def looks_once_more(stage: nn.Module, microbatches: list[Any]) -> None:
         stage(microbatches[0][0])
 
 
-def trains_first(stage: nn.Module, microbatches: list[Any]) -> None:
-    stage(microbatches[0][0]).sum().backward()
-    stage.zero_grad()
-
-
-def trains_on_other_data(stage: nn.Module, microbatches: list[Any]) -> None:
-    for _ in range(2):
-        stage(torch.ones_like(microbatches[0][0])).sum().backward()
+def trains(stage: nn.Module, microbatches: list[Any], *, others: int = 0) -> None:
+    """On the first microbatch, or so often on other data."""
+    for x in [torch.ones_like(microbatches[0][0])] * others or [microbatches[0][0]]:
+        stage(x).sum().backward()
     stage.zero_grad()
 
 
@@ -91,8 +87,8 @@ RIGHT: dict[str, tuple[Row, str]] = {
     "padding-between": (partial(run, order=(0, 1, 1, 2, 3, 2), idle=(2, 5)), "microbatches"),
     "rows": (partial(run, rows=3), "boundaries"),
     "forward-more": (partial(run, also=looks_once_more), ""),
-    "warm-up": (partial(run, also=trains_first), ""),
-    "warm-up-on-other-data": (partial(run, also=trains_on_other_data), ""),
+    "warm-up": (partial(run, also=trains), ""),
+    "warm-up-on-other-data": (partial(run, also=partial(trains, others=2)), ""),
     "late-weights": (partial(run, also=weighs_late), ""),
 }
 

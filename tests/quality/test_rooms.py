@@ -1,101 +1,21 @@
-"""Who may import whom: layers, the rooms of validation, no circles; and where files lie."""
+"""No circles, files where they should lie, what is loaded by whom; and each wing can be taken away."""
 
 import fnmatch
-import re
 import subprocess
 import sys
-import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from house_rules import ROOMS, STARTERS, wing_of
 
-from tests.support.golden import golden
-from tests.support.sources import MODULES, OURS, ROOT, TOP_LEVEL, Source, imported, without_type_checking
+from tests.support.sources import INSTALLED, MODULES, OURS, ROOT, TOP_LEVEL, Source, imported
 
 # Folders of tests that mirror no package: what holds for all of it, what guides show, and what ci computes.
 MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks")
 
-PLAN = set(
-    "action schedule schedules columns cells graph dataflow memory laws program messages transports deadlock "
-    "program_laws symbolic timeline sizes partition text_grid plan files profile trace deliveries costs chrome_trace "
-    "mesh mesh_file mesh_sums recorded checked".split()
-)
-STARTERS = "validation.commands.starters."  # files that become a user's own
-FRONT = {"validation.__main__", "validation.pytest_plugin"}
-# Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).
-LAYERS: Mapping[str, set[str]] = {
-    "plan": {"plan"},
-    "run": {"plan", "run"},
-    "reference": {"reference"},
-    "validation": {"plan", "run", "reference", "validation"},
-    "front": {"plan", "run", "reference", "validation", "front"},
-}
-# numpy in the reference: its random numbers are part of what a stage depends on.
-OUTSIDE: Mapping[str, set[str] | None] = {"plan": {"numpy"}, "run": {"torch"}, "reference": {"torch", "numpy"}}
-# The rooms of validation, the lowest first: a room imports only rooms before it.
-ROOMS = ("core", "explain", "worlds", "whitebox", "own", "records", "reports", "wings", "commands")
 LOOSE = 5  # Python files in validation that are in no room, but for one that each framework's users import
-
-
-def layer(module: str) -> str | None:
-    """The layer of one of our modules; None for everything else."""
-    top, _, rest = module.partition(".")
-    if top == "pipeline":
-        return "plan" if not rest or rest.split(".")[0] in PLAN else "run"
-    if top == "validation":
-        return "front" if module in FRONT or module.startswith(STARTERS) else "validation"
-    return top if top == "reference" else None
-
-
-def declared() -> set[str]:
-    """What the distributions that pyproject.toml declares are imported as."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = (names for extra, names in project["optional-dependencies"].items() if extra != "dev")
-    names = [*project["dependencies"], *(name for names in extras for name in names)]
-    found = {re.split(r"[^\w-]", name)[0] for name in names}
-    # nanotron is from its repository, for what the index has does not import; colossalai asks for an older torch.
-    elsewhere = {"nanotron", "colossalai"}
-    return {name.removesuffix("-core") for name in found} | elsewhere | {"_pytest", "xdist"}  # megatron-core: megatron
-
-
-def arrows(source: Source) -> Iterator[str]:
-    """Imports go down the layers only, and outside the standard library only where the layer may."""
-    own = layer(source.module)
-    assert own is not None, f"{source.path} is in no layer"
-    outside = OUTSIDE.get(own) if own in OUTSIDE else declared()
-    for _, name in imported(without_type_checking(source), MODULES):
-        top, target = name.split(".")[0], layer(name)
-        if target is not None:
-            if target not in LAYERS[own]:
-                yield f"imports {name}: {own} may not import {target}"
-        elif top in ("tests", "ci"):
-            yield f"imports {name}"
-        elif top not in sys.stdlib_module_names and top not in (outside or ()):
-            yield f"imports {name}, which {own} may not"
-
-
-def upwards(source: Source) -> Iterator[str]:
-    """Imports, in any function, of a room that comes after one's own."""
-    own = room(source.module)
-    for line, name in imported(source, MODULES):
-        target = room(name)
-        if own is not None and target is not None and ROOMS.index(target) > ROOMS.index(own):
-            yield f"line {line} imports {name}: {own} comes before {target}"
-
-
-def room(module: str) -> str | None:
-    """The room of one of our modules; None for those in front of all rooms and outside of validation."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "validation" and len(parts) > 1 and parts[1] in ROOMS else None
-
-
-def packages_run(importer: str, name: str, names: Collection[str]) -> set[str]:
-    """The packages whose ``__init__`` runs because ``importer`` imports ``name``, but for those that hold it."""
-    above = name.split(".")[:-1]
-    packages = {".".join(above[: k + 1]) for k in range(len(above))} & set(names)
-    return {package for package in packages if not f"{importer}.".startswith(f"{package}.")}
 
 
 def cycles(found: Collection[Source]) -> list[list[str]]:
@@ -104,7 +24,11 @@ def cycles(found: Collection[Source]) -> list[list[str]]:
     edges: dict[str, set[str]] = {}
     for source in found:
         targets = {name for _, name in imported(source, names)}
-        edges[source.module] = targets.union(*(packages_run(source.module, name, names) for name in targets)) & names
+        # And the packages whose ``__init__`` runs because a module in them is imported, but for those that hold both.
+        parts = [name.split(".")[:-1] for name in targets]
+        packages = {".".join(above[: k + 1]) for above in parts for k in range(len(above))}
+        outside = {package for package in packages if not f"{source.module}.".startswith(f"{package}.")}
+        edges[source.module] = (targets | outside) & names
     reach = {module: set(targets) for module, targets in edges.items()}
     for middle in names:
         for module in names:
@@ -127,75 +51,13 @@ def orphans(tests: Collection[str], modules: Collection[str]) -> list[str]:
     ``pipeline/test_step.py`` is about ``pipeline.step``, or about a module of a package in there;
     ``reference/test_reference_step.py`` is for where two modules have one name.
     """
-    return sorted(test for test in tests if not any(map(_mirrors(test), modules)))
 
+    def mirrors(test: str, module: str) -> bool:
+        (*folders, file), (*above, own) = test.removesuffix(".py").split("/"), module.split(".")
+        names = (own, f"{folders[-1]}_{own}" if folders else own)
+        return above[: len(folders)] == folders and file.removeprefix("test_") in names
 
-def _mirrors(test: str) -> Callable[[str], bool]:
-    *folders, file = test.removesuffix(".py").split("/")
-    name = file.removeprefix("test_")
-
-    def tested(module: str) -> bool:
-        *above, own = module.split(".")
-        return above[: len(folders)] == folders and name in (own, f"{folders[-1]}_{own}" if folders else own)
-
-    return tested
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "complaint"),
-    [
-        ("pipeline/laws.py", "import torch", "imports torch, which plan may not"),
-        ("pipeline/laws.py", "import rich", "imports rich, which plan may not"),
-        ("pipeline/laws.py", "from pipeline import runtime", "imports pipeline.runtime: plan may not import run"),
-        ("pipeline/laws.py", "from .stage import Stage", "imports pipeline.stage: plan may not import run"),
-        ("pipeline/schedules/new.py", "from ..stage import S", "imports pipeline.stage: plan may not import run"),
-        ("pipeline/__init__.py", "from . import step", "imports pipeline.step: plan may not import run"),
-        ("pipeline/stage.py", "import reference.model", "imports reference.model: run may not import reference"),
-        ("pipeline/stage.py", "def f():\n  import validation", "imports validation: run may not import validation"),
-        ("pipeline/stage.py", "import rich", "imports rich, which run may not"),
-        ("pipeline/stage.py", "import tests.data", "imports tests.data"),
-        ("reference/model.py", "from pipeline import build", "imports pipeline: reference may not import plan"),
-        ("reference/step.py", "import_module('validation')", "imports validation: reference may not import validation"),
-        (
-            "validation/worlds/world.py",
-            "import validation.__main__",
-            "imports validation.__main__: validation may not import front",
-        ),
-        ("validation/worlds/world.py", "import pandas", "imports pandas, which validation may not"),
-    ],
-)
-def test_an_arrow_can_be_broken(path: str, text: str, complaint: str) -> None:
-    assert list(arrows(Source(path, text))) == [complaint]
-
-
-def test_arrows_that_are_fine() -> None:
-    typing_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.step import ScheduleResult"
-    assert list(arrows(Source("pipeline/__init__.py", typing_only))) == []
-    everything = "import json, torch, rich\nfrom pipeline.step import P\nfrom reference import model"
-    assert list(arrows(Source("validation/worlds/world.py", everything))) == []
-
-
-@pytest.mark.long
-def test_imports_go_down_the_layers() -> None:
-    complaints = [f"{source.path}: {complaint}" for source in OURS for complaint in arrows(source)]
-    assert not complaints, "\n".join(complaints)
-
-
-@pytest.mark.long
-def test_rooms_import_only_rooms_before_them() -> None:
-    complaints = [f"{source.path}: {complaint}" for source in OURS for complaint in upwards(source)]
-    assert not complaints, "\n".join(complaints)
-
-
-def test_an_arrow_back_up_is_seen() -> None:
-    low = Source("validation/core/x.py", "def f():\n    from validation.own.case import Case")
-    golden("\n".join(upwards(low)))
-    for detects in ("core", "core/observe"):  # outcomes do not hang on explanations
-        explains = Source(f"validation/{detects}/x.py", "import validation.explain.explain")
-        (complaint,) = upwards(explains)
-        assert complaint.endswith(": core comes before explain")
-    high = Source("validation/records/x.py", "from validation.own.case import Case\nimport validation")
-    assert list(upwards(high)) == []
+    return sorted(test for test in tests if not any(mirrors(test, module) for module in modules))
 
 
 def test_every_folder_of_validation_is_a_room_and_few_files_are_in_none() -> None:
@@ -261,10 +123,6 @@ def loaded(code: str, *, path: Path = ROOT) -> list[str]:
     return ran.stdout.splitlines()[-1].split()
 
 
-def loads_torch(code: str, *, path: Path = ROOT) -> bool:
-    return "torch" in loaded(code, path=path)
-
-
 @pytest.mark.pipeproof_ranks  # it starts processes
 def test_a_rank_of_the_white_box_loads_no_judge() -> None:
     used = "import pipeproof.whitebox.rank\nfrom pipeproof import StepResult, watch\nStepResult, watch"
@@ -291,9 +149,70 @@ def test_drawing_and_checking_do_not_load_torch() -> None:
     use += "import pipeproof.commands.cli, pipeproof.wings.advise\n"
     use += "import pipeproof.pipeline.program_laws as _; from pipeproof.pipeline import plan; "
     use += "plan.plan(plan.Needs(2, 4))"
-    assert not loads_torch(use)
+    assert "torch" not in loaded(use)
 
 
 def test_loading_torch_would_be_seen(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")  # a stand-in, which loads at once
-    assert loads_torch("import torch", path=tmp_path)
+    assert "torch" in loaded("import torch", path=tmp_path)
+
+
+WINGS = sorted(path.name for path in (ROOT / "validation" / "wings").iterdir() if (path / "__init__.py").exists())
+VERBS = {  # of a wing, which go with it: the command line offers them where it is
+    "advise": ["pipeproof.commands.advise"],
+    "primitives": ["pipeproof.commands.primitive_commands"],
+}
+
+WITHOUT = """
+import importlib, sys
+
+wing, *modules = sys.argv[1:]
+
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if f"{name}.".startswith(f"{wing}."):
+            raise ModuleNotFoundError(f"{name} was taken away", name=name)
+
+
+sys.meta_path.insert(0, Without())
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:  # a framework need not be installed
+        if error.name.partition(".")[0] == "pipeproof":
+            print(f"{module}: {error}")
+"""
+
+
+def installed(module: str) -> str:
+    """What one of our modules is imported as."""
+    for name, folder in INSTALLED.items():
+        if f"{module}.".startswith(f"{folder}."):
+            return name + module.removeprefix(folder)
+    raise AssertionError(module)
+
+
+def complaints_without(package: str, modules: Collection[str]) -> str:
+    """Which of ``modules`` cannot be imported without ``package``, a line each; in a fresh interpreter."""
+    run = [sys.executable, "-c", WITHOUT, package, *modules]
+    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.long
+@pytest.mark.pipeproof_ranks  # it starts processes
+@pytest.mark.parametrize("wing", WINGS)
+def test_without_a_wing_all_else_is_there(wing: str) -> None:
+    others = sorted(installed(one) for one in MODULES if wing_of(one) != wing and not one.startswith(STARTERS))
+    there = [one for one in others if one not in VERBS.get(wing, ())]
+    assert complaints_without(f"pipeproof.wings.{wing}", there) == ""
+
+
+@pytest.mark.sweep
+@pytest.mark.pipeproof_ranks  # it starts a process
+def test_what_cannot_be_taken_away_is_seen() -> None:
+    found = complaints_without("pipeproof.pipeline.schedules", ["pipeproof.pipeline.action", "pipeproof.pipeline.plan"])
+    assert [line.partition(":")[0] for line in found.splitlines()] == ["pipeproof.pipeline.plan"]

@@ -1,7 +1,6 @@
 """Steps that are checked now and then, one stage after the other; and the job goes on as if nobody had looked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof import StageByStage, check_step
+from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -20,27 +20,15 @@ pytestmark = pytest.mark.long
 COUNT, RANKS = 4, 3
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Of each step that was checked: its number, the verdict, what it is on, and the laws that failed."""
-
-    step: int
-    verdict: str
-    config: str
-    failed: frozenset[str]
-
-
 def trained(
     context: RankContext, steps: int, faults: Sequence[int], options: dict[str, Any] | None
-) -> tuple[list[Seen], list[float], list[Tensor]]:
-    """So many steps; rank 1 doubles a gradient in some. No ``options``: nobody checks."""
-    rank, last, microbatches, observed, losses = (
-        context.rank,
-        context.ranks - 1,
-        data(COUNT),
-        list[Seen](),
-        list[float](),
-    )
+) -> tuple[list[tuple[int, Verdict]], list[float], list[Tensor]]:
+    """So many steps; rank 1 doubles a gradient in some. No ``options``: nobody checks.
+
+    Of each step that was checked its number and the verdict; all losses; and the weights.
+    """
+    rank, last, microbatches = context.rank, context.ranks - 1, data(COUNT)
+    observed, losses = list[tuple[int, Verdict]](), list[float]()
     stage = stage_of(rank)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
@@ -64,30 +52,26 @@ def trained(
             check.report(losses=at.losses or None)
             check.__exit__(None, None, None)
             if check.active:
-                verdict = check.verdict
-                failed = frozenset(law.name for law in verdict.laws if law.outcome == "fail")
-                observed.append(Seen(number, verdict.outcome, verdict.config, failed))
+                observed.append((number, check.verdict))
     return observed, losses, [parameter.detach().clone() for parameter in stage.parameters()]
 
 
 def test_one_step_of_so_many_is_checked_one_stage_after_the_other(simulated: World) -> None:
     (observed, *_), *_ = simulated.run(trained, 12, (), {"every": 3, "stages": "one by one"}, ranks=RANKS)
-    assert [(one.step, one.verdict) for one in observed] == [(step, "pass") for step in (0, 3, 6, 9)]
-    assert [one.config.split(" of ")[0] for one in observed] == ["stage 0", "stage 1", "stage 2", "stage 0"]
+    assert [(step, one.outcome) for step, one in observed] == [(step, "pass") for step in (0, 3, 6, 9)]
+    assert [one.config.split(" of ")[0] for _, one in observed] == ["stage 0", "stage 1", "stage 2", "stage 0"]
 
 
 def test_a_fault_shows_when_it_is_its_stage_s_turn(simulated: World) -> None:
     (observed, *_), *_ = simulated.run(trained, 6, range(6), {"stages": "one by one"}, ranks=RANKS)
-    assert [(one.verdict, one.failed) for one in observed] == [
-        ("pass", set()),
-        ("fail", {"gradient"}),
-        ("pass", set()),
-    ] * 2
+    assert [one.outcome for _, one in observed] == ["pass", "fail", "pass"] * 2
+    failed = [[law.name for law in one.laws if law.outcome == "fail"] for _, one in observed]
+    assert failed == [[], ["gradient"], []] * 2
 
 
 def test_without_turns_every_stage_is_checked(simulated: World) -> None:
     (observed, *_), *_ = simulated.run(trained, 4, [2], {"every": 2}, ranks=RANKS)
-    assert [(one.step, one.verdict) for one in observed] == [(0, "pass"), (2, "fail")]
+    assert [(step, one.outcome) for step, one in observed] == [(0, "pass"), (2, "fail")]
 
 
 @pytest.mark.sampled(3)

@@ -28,16 +28,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import corpus
+import truth_async
+import truth_functional
 from composed_reach import AS_TOLD, HANGS, OUT_OF_REACH, SEEN_AS
 from corpus import Values
-from truth_async import faults as async_faults
-from truth_async import rights as async_rights
 from truth_axes import axes
-from truth_check import Checked, Counts, False_, Truth, check
+from truth_check import COUNTS, RIGHT, Checked, Counts, False_, Truth, check
 from truth_cut import cuts
-from truth_faults import COUNTS, FAULTS
-from truth_functional import faults as functional_faults
-from truth_functional import rights as functional_rights
+from truth_faults import FAULTS
 from truth_jobs import jobs
 from truth_mixtures import mixtures
 from truth_narrow import narrow
@@ -66,39 +64,32 @@ _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "ala
 
 @dataclass(frozen=True)
 class Row:
-    """One run and what became of it; ``checked`` is None where no verdict came, and ``raised`` says why."""
+    """What became of one run; ``checked`` is None where no verdict came, and the values say why."""
 
-    part: str
-    title: str
-    watched: bool
-    checked: Checked | None
-    raised: str = ""
-    values: Values | None = None
-
-    @property
-    def naming(self) -> str:
-        return "raised" if self.checked is None else self.checked.naming
+    values: Values
+    checked: Checked | None = None
 
     @property
     def false(self) -> Sequence[False_]:
         if self.checked is None:
-            return (False_("verdict", self.raised, "there is no verdict"),)
+            return (False_("verdict", self.values.why, "there is no verdict"),)
         return self.checked.false
 
     @property
     def missed(self) -> bool:
         """Whether it has a fault that was not caught."""
-        return self.naming in ("right", "elsewhere", "unknown", "wrong") and not (self.checked and self.checked.caught)
+        faulty = self.values.naming in ("right", "elsewhere", "unknown", "wrong")
+        return faulty and not (self.checked and self.checked.caught)
 
     @property
     def sound(self) -> bool:
         """Whether nothing is false in it: a fault was caught, and what is right is not said to be wrong."""
-        return not self.false and self.naming != "alarm" and not self.missed
+        return not self.false and self.values.naming != "alarm" and not self.missed
 
     def __str__(self) -> str:
+        part, how, title = self.values.row.split(" | ", 2)
         named = self.checked.named if self.checked is not None else ""
-        how = "watched" if self.watched else "final"
-        return f"{self.part:<10} {how:<8} {self.naming:<10} {named:<20} {len(self.false):>2} false  {self.title}"
+        return f"{part:<10} {how:<8} {self.values.naming:<10} {named:<20} {len(self.false):>2} false  {title}"
 
 
 @dataclass(frozen=True)
@@ -110,30 +101,34 @@ class Try:
     rows: Callable[[], Iterable[Row]]
 
 
+def foreign() -> Mapping[str, Sequence[Any]]:
+    """By part, every run that is not of our own runtime: a title, a truth, and a verdict."""
+    return {
+        **{"faults": FAULTS, "mixtures": [*mixtures()], "axes": [*axes()], "rights": [*rights()], "jobs": [*jobs()]},
+        "functional": (*truth_functional.rights(), *truth_functional.faults()),
+        "async": (*truth_async.rights(), *truth_async.faults()),
+        "narrow": [*narrow()],
+        "cut": [*cuts()],
+    }
+
+
 def tries(parts: Sequence[str], schedules: Sequence[str], world: World) -> Iterator[Try]:
     """Every run of ``parts``.
 
     An empty schedule stands for each specimen's smallest case.
     """
     whitebox = WhiteBox(world)
-    parts_of: Mapping[str, Iterable[Any]] = {
-        **{"faults": FAULTS, "mixtures": mixtures(), "axes": axes(), "rights": rights(), "jobs": jobs()},
-        "functional": (*functional_rights(), *functional_faults()),
-        "async": (*async_rights(), *async_faults()),
-        "narrow": narrow(),
-    }
-    for part, foreign in parts_of.items():
-        for one in foreign if part in parts else ():
+    for part, runs in foreign().items():
+        for one in runs if part in parts else ():
             yield Try(part, one.title, partial(of_foreign, part, one, whitebox))
     for part, right in {"cases": cases, "links": cases, "fuzz": partial(drawn_cases, FUZZED)}.items():
         for case in right() if part in parts else ():
             yield Try(part, title_of(part, case), partial(of_right, part, case, world))
     for part, wrong in {"specimens": of_specimen, "composed": of_links}.items():
-        for case in planted(schedules) if part in parts else ():
+        planted = (case for schedule in schedules for case in wanted((), [schedule] if schedule else ()))
+        for case in planted if part in parts else ():
             if part == "specimens" or case.specimen not in {*OUT_OF_REACH, *HANGS}:
                 yield Try(part, title_of(part, case), partial(wrong, case, world))
-    for one in cuts() if "cut" in parts else ():
-        yield Try("cut", one.title, partial(of_cut, one, world))
 
 
 def title_of(part: str, case: Case) -> str:
@@ -141,75 +136,56 @@ def title_of(part: str, case: Case) -> str:
     return f"{case} --check composed" if part in ("links", "composed") else str(case)
 
 
-def planted(schedules: Sequence[str]) -> Iterator[Case]:
-    """Cases of all specimens on ``schedules``."""
-    for schedule in schedules:
-        yield from wanted((), [schedule] if schedule else ())
-
-
-def row(
-    part: str, title: str, watched: bool, truth: Truth, verdict: Callable[[], Verdict], counts: Counts = COUNTS
-) -> Row:
-    """What became of one run."""
-    faulty = bool(truth.kinds)
+def attempt(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, or the exception that it raises: whatever a run raises is what became of it."""
     try:
-        found = verdict()
-        if found.failure and not faulty:
-            return valued(Row(part, title, watched, None, found.headline), faulty)
-        return valued(Row(part, title, watched, check(found, truth, counts, watched=watched)), faulty, found)
-    except Exception as error:  # whatever a run raises is what became of it
-        return valued(Row(part, title, watched, None, _first_line(error)), faulty)
+        return make()
+    except Exception as error:
+        return error
 
 
-def valued(one: Row, faulty: bool, verdict: Verdict | None = None) -> Row:
-    """``one``, with the values that a baseline keeps."""
-    name = f"{one.part} | {'watched' if one.watched else 'final'} | {one.title}"
-    values = Values.of(name, faulty=faulty, verdict=verdict, checked=one.checked, raised=one.raised)
-    return replace(one, values=values)
-
-
-def _first_line(error: Exception) -> str:
-    """What was raised, as far as a person wants to read it in a list."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+def row(part: str, title: str, watched: bool, truth: Truth, found: Verdict | Exception, counts: Counts = COUNTS) -> Row:
+    """What became of one run."""
+    name, faulty = f"{part} | {'watched' if watched else 'final'} | {title}", bool(truth.kinds)
+    if isinstance(found, Verdict) and (faulty or not found.failure):
+        checked = attempt(partial(check, found, truth, counts, watched=watched))
+        if isinstance(checked, Checked):
+            return Row(Values.of(name, faulty=faulty, verdict=found, checked=checked), checked)
+        found = checked
+    first, _, _ = str(found).partition("\n")
+    why = found.headline if isinstance(found, Verdict) else f"{type(found).__name__}: {first[:160]}"
+    return Row(Values(name, faulty, "raised", "raised", why=why))
 
 
 def of_foreign(part: str, one: Any, whitebox: WhiteBox) -> Iterator[Row]:
     """A foreign run, in each way that it is observed."""
-    for watched in getattr(one, "ways", (True, False)):
-        verdict = partial(one.verdict, whitebox, watched=watched)
-        yield row(part, one.title, watched, one.truth, verdict, getattr(one, "counts", COUNTS))
+    for watched in one.ways:
+        found = attempt(partial(one.verdict, whitebox, watched=watched))
+        yield row(part, one.title, watched, one.truth, found, one.counts)
 
 
 def of_right(part: str, case: Case, world: World) -> Iterator[Row]:
     """A case of our own that is right: beside the reference, or held against itself, link by link."""
     composed = partial(validate_composed, case, world)
-    verdict = composed if part == "links" else lambda: judge(case, observe(case, world))
-    yield row(part, title_of(part, case), True, Truth(), verdict)
-
-
-def of_cut(one: Any, world: World) -> Iterator[Row]:
-    """A fault of a stage that is cut inside."""
-    yield row("cut", one.title, True, one.truth, partial(one.verdict, world), one.counts)
+    found = attempt(composed if part == "links" else lambda: judge(case, observe(case, world)))
+    yield row(part, title_of(part, case), True, RIGHT, found)
 
 
 def of_specimen(case: Case, world: World) -> Iterator[Row]:
     """Both diagnoses of a case with a specimen."""
-    truth, counts = truth_of(SPECIMENS[case.specimen], case), counts_of(case)
-    try:
-        for one in tried(case, world):
-            checked = check(one.verdict, truth, counts, watched=one.watched)
-            yield valued(Row("specimens", one.title, one.watched, checked), True, one.verdict)
-    except Exception as error:  # whatever a run raises is what became of it
-        yield valued(Row("specimens", str(case), True, None, _first_line(error)), True)
+    known, verdicts = truth_of(SPECIMENS[case.specimen], case), tried(case, world)
+    for watched in (True, False):
+        if (found := attempt(partial(next, verdicts, None))) is not None:
+            yield row("specimens", str(case), watched, known, found, counts_of(case))
 
 
 def of_links(case: Case, world: World) -> Iterator[Row]:
     """The verdict on a case with a specimen that is held against itself, link by link."""
-    name, counts = case.specimen, counts_of(case)
-    known = truth_of(SPECIMENS[name], case)
+    name, known = case.specimen, truth_of(SPECIMENS[case.specimen], case)
     known = replace(known, kinds=(*known.kinds, *([SEEN_AS[name]] if name in SEEN_AS else ())))
     known = replace(known, wrong=known.wrong - AS_TOLD.get(name, frozenset()))
-    yield row("composed", title_of("composed", case), True, known, partial(validate_composed, case, world), counts)
+    found = attempt(partial(validate_composed, case, world))
+    yield row("composed", title_of("composed", case), True, known, found, counts_of(case))
 
 
 def drawn_cases(count: int) -> list[Case]:
@@ -229,18 +205,13 @@ def cases() -> Iterator[Case]:
     models = ("gpt", "gpt-tied", "mlp", "dropout", "batchnorm", "frozen", "twice")
     more = ("", "ragged", "loss=tokens unequal", "dtype=bf16", "ragged", "dtype=fp64", "")
     for number, name in enumerate(FAMILIES):
+        stages = 2 * virtuals(name, looped=2 if name in LOOPED else 1)
         for turn in (0, 1):
-            kind = (number + 3 * turn) % len(models)
-            yield _case(name, models[kind], more[(number + turn) % len(more)])
+            model, options = models[(number + 3 * turn) % len(models)], more[(number + turn) % len(more)]
+            line = f"{name} r2 s{stages} m4 split={','.join(['1'] * stages)} model={model} {options}"
+            yield Case.parse(" ".join(f"{line} plan=train+eval+train seed=0".split()))
     for name, control in CONTROLS.items():
         yield Case.parse(f"{control.smallest} specimen={name}")
-
-
-def _case(schedule: str, model: str, more: str) -> Case:
-    virtual = virtuals(schedule, looped=2 if schedule in LOOPED else 1)
-    split = ",".join(["1"] * (2 * virtual))
-    line = f"{schedule} r2 s{2 * virtual} m4 split={split} model={model} {more} plan=train+eval+train seed=0"
-    return Case.parse(" ".join(line.split()))
 
 
 def table(found: Sequence[Row]) -> str:
@@ -250,32 +221,23 @@ def table(found: Sequence[Row]) -> str:
         + "".join(f"{name:>11}" for name in _COLUMNS)
         + f"{'missed':>8}{'false':>9}{'garbled':>9}"
     ]
-    for key in dict.fromkeys((one.part, one.watched) for one in found):
-        some = [one for one in found if (one.part, one.watched) == key]
-        counts = Counter(one.naming for one in some)
+    rows = [(tuple(one.values.row.split(" | ")[:2]), one) for one in found]
+    for key in dict.fromkeys(key for key, _ in rows):
+        some = [one for own, one in rows if own == key]
+        counts = Counter(one.values.naming for one in some)
         cells = "".join(f"{counts[name] or '.':>11}" for name in _COLUMNS)
         false, missed = sum(len(one.false) for one in some), sum(one.missed for one in some)
         garbled = sum(len(one.checked.garbled) for one in some if one.checked is not None)
-        lines.append(
-            f"{key[0]:<12}{'watched' if key[1] else 'final':<8}{len(some):>6}{cells}{missed:>8}{false:>9}{garbled:>9}"
-        )
+        lines.append(f"{key[0]:<12}{key[1]:<8}{len(some):>6}{cells}{missed:>8}{false:>9}{garbled:>9}")
     return "\n".join(lines)
 
 
 def worse(found: Sequence[Row]) -> list[str]:
     """Runs that more evidence named worse: wrong where they were watched, and right where they were not."""
-    final = {one.title: one.naming for one in found if not one.watched}
-    bad = ("wrong", "elsewhere", "alarm", "unknown")
-    good = ("right", "silent")
-    return [one.title for one in found if one.watched and one.naming in bad and final.get(one.title) in good]
-
-
-def told(one: Row) -> Iterator[str]:
-    """Every false sentence of a run."""
-    for false in one.false:
-        yield f"    {false.role:<8} {false.text}\n             FALSE: {false.why}"
-    if one.missed:
-        yield "    NOT CAUGHT"
+    final = {one.values.title: one.values.naming for one in found if not one.values.watched}
+    bad, good = ("wrong", "elsewhere", "alarm", "unknown"), ("right", "silent")
+    every = [one.values for one in found if one.values.watched and one.values.naming in bad]
+    return [one.title for one in every if final.get(one.title) in good]
 
 
 def compare(path: str, found: Mapping[str, Values], terminal: Terminal) -> int:
@@ -314,8 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in (run for run in every[chosen.first :: chosen.every] if (run.part, run.title) not in done):
             for one in run.rows():
                 found.append(one)
-                terminal.say("\n".join([str(one), *told(one)]))
-                if chosen.keep is not None and one.values is not None:
+                false = [f"    {said.role:<8} {said.text}\n             FALSE: {said.why}" for said in one.false]
+                terminal.say("\n".join([str(one), *false, *(["    NOT CAUGHT"] if one.missed else [])]))
+                if chosen.keep is not None:
                     with chosen.keep.open("a") as file:
                         file.write(one.values.line() + "\n")
     terminal.say("\n" + table(found))
@@ -325,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with open(chosen.json, "w") as file:
             json.dump([asdict(one) | {"false": [list(false) for false in one.false]} for one in found], file, indent=1)
     if chosen.against is not None:
-        return compare(chosen.against, kept | {one.values.row: one.values for one in found if one.values}, terminal)
+        return compare(chosen.against, kept | {one.values.row: one.values for one in found}, terminal)
     return 0 if found and all(one.sound for one in found) else 1
 
 

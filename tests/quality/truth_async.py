@@ -1,34 +1,24 @@
 """The asynchronous pipeline: what is right in it, and its faults."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from runtime_async import Way
-from runtime_async_training import course, step
+import truth_trial as trials
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from truth_check import Truth
+from truth_check import Run, Truth
 from truth_faults import PAIRED, backward, forward, other, sums
-from truth_functional import LAST, MESH, average_of_weights, products_in_two_parts, shapes_of_zeros, steps
-from truth_layers import data_of
+from truth_functional import LAST, MESH, average_of_weights, products_in_two_parts
 from truth_models import Pairs, through
-from truth_trial import COUNT, RIGHT, TWICE, Cast, Trial, adam, every, keyed, sgd
+from truth_steps import shapes_of_zeros
+from truth_trial import COUNT, TWICE, Cast, keyed, steps, unequal
 
-from pipeproof.core.contract import Contract
-
-
-def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
-    """A row: what ``Trial`` has by name, and all else is of the way."""
-    given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
-    if plan := given.get("more", {}).get("contract", Contract()).operations:
-        given.setdefault("data", data_of(count=COUNT * len(plan)))
-        return Trial("async", name, partial(course, way=Way(**how)), truth, **given)
-    return Trial("async", name, partial(step, way=Way(**how)), truth, **given)
+trial, fault = partial(trials.trial, "async"), partial(trials.fault, "async")
 
 
 # Ways to call a stage, and what else is called.
@@ -79,16 +69,11 @@ def old_casts(stage: nn.Module, pairs: Pairs) -> None:
             layer.keeps = True
 
 
-def train_between(optimizer: Any = None) -> Mapping[str, Any]:
-    return steps("train", "eval", "train", optimizer=sgd() if optimizer is None else optimizer)
-
-
-TRAIN_TWICE = steps("train", "train", optimizer=sgd())
-PLAIN = {"optimizer": sgd(), "more": TRAIN_TWICE}
+PLAIN, BETWEEN = steps("train", "train"), steps("train", "eval", "train")
 REPLICAS = {"replicas": 2, "ranks": TWICE, "model": "four"}
 
 
-def of_messages() -> Iterator[Trial]:
+def of_messages() -> Iterator[Run]:
     """Ways to send and to receive, orders and threads."""
     yield trial("right, posted")
     yield trial("right, posted", against="own")
@@ -115,7 +100,7 @@ def of_messages() -> Iterator[Trial]:
         yield trial(f"right, {name}", **how, against="itself")
 
 
-def of_reductions() -> Iterator[Trial]:
+def of_reductions() -> Iterator[Run]:
     """Replicas, their reductions behind backwards, and gradients that lie elsewhere."""
     for reduce in ("end", "hooks"):
         yield trial(f"right, replicas, {reduce}", **REPLICAS, reduce=reduce)
@@ -128,48 +113,31 @@ def of_reductions() -> Iterator[Trial]:
     yield trial("right, replicas, hooks, main gradients", **REPLICAS, reduce="hooks", main="parameter")
     yield trial("right, main gradients of the parameter", main="parameter", against="itself")
     yield trial("right, main gradients of the module", main="module", against="itself")
-    yield trial(
-        "right, main gradients accumulated",
-        main="parameter",
-        optimizer=sgd(),
-        more=steps("accumulate", "train", optimizer=sgd()),
-    )
+    yield trial("right, main gradients accumulated", main="parameter", **steps("accumulate", "train"))
     for name, place in {"first": 0, "in the middle": 3, "last": COUNT}.items():
         yield trial(f"right, padding {name}", pads=(place,), greedy=True)
     yield trial("right, padding in the middle", pads=(3,), against="itself")
-    unequal = {
-        "divisor": 7.0,
-        "replicas": 2,
-        "data": data_of(count=7),
-        "more": {"contract": Contract(loss_divisor=7.0)},
-    }
-    yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
-    yield trial("right, one replica filled up, hooks", fill=4, ranks=TWICE, reduce="hooks", **unequal)
-    yield trial("right, one replica filled up", fill=4, ranks=TWICE, against="itself", **unequal)
+    yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal())
+    yield trial("right, one replica filled up, hooks", fill=4, ranks=TWICE, reduce="hooks", **unequal())
+    yield trial("right, one replica filled up", fill=4, ranks=TWICE, against="itself", **unequal())
     yield trial("right, loss scaled and back", scale=1024.0)
 
 
-def of_training() -> Iterator[Trial]:
+def of_training() -> Iterator[Run]:
     """Several operations: weights that come late, evaluations, optimizers, clipping."""
     yield trial("right, weights written late", late=True, **PLAIN)
-    yield trial("right, weights written late, evaluation between", late=True, optimizer=sgd(), more=train_between())
+    yield trial("right, weights written late, evaluation between", late=True, **BETWEEN)
     yield trial("right, weights written late on a worker", late=True, worker=True, **PLAIN)
-    yield trial("right, weights gathered late", gathered=True, **REPLICAS, **PLAIN, data=data_of(count=2 * COUNT))
-    between = {"optimizer": sgd(), "more": train_between(), "data": data_of(count=3 * COUNT)}
-    yield trial("right, weights gathered late, evaluation between", gathered=True, **REPLICAS, **between)
+    yield trial("right, weights gathered late", gathered=True, **REPLICAS, **PLAIN)
+    yield trial("right, weights gathered late, evaluation between", gathered=True, **REPLICAS, **BETWEEN)
     yield trial("right, weights gathered late, one step", gathered=True, **REPLICAS)
-    yield trial(
-        "right, clipped adam", max_norm=0.1, optimizer=adam, more=steps("train", "train", "train", optimizer=adam)
-    )
-    momentum = sgd(momentum=0.9)
-    yield trial("right, momentum", optimizer=momentum, more=steps("train", "train", "train", optimizer=momentum))
-    yield trial("right, batch norms", model="norms", optimizer=sgd(), more=train_between())
-    yield trial(
-        "right, evaluation in inference mode", evaluation=torch.inference_mode, optimizer=sgd(), more=train_between()
-    )
-    yield trial("right, evaluation in bf16", model="eval in bf16", optimizer=sgd(), more=train_between())
-    parts = {"model": "eval in bf16", "before": products_in_two_parts, "optimizer": sgd()}
-    yield trial("right, evaluation in bf16 in two parts", **parts, more=train_between())
+    yield trial("right, clipped adam", max_norm=0.1, **steps("train", "train", "train", by="adam"))
+    yield trial("right, momentum", **steps("train", "train", "train", by="momentum"))
+    yield trial("right, batch norms", model="norms", **BETWEEN)
+    yield trial("right, evaluation in inference mode", evaluation=torch.inference_mode, **BETWEEN)
+    narrow = {"model": "eval in bf16", **BETWEEN}
+    yield trial("right, evaluation in bf16", **narrow)
+    yield trial("right, evaluation in bf16 in two parts", before=products_in_two_parts, **narrow)
     yield trial("right, dropout by a key, recomputed", model="dropout", data=keyed(), call=recomputed)
     yield trial("right, autocast", model="autocast", **PLAIN)
     yield trial("right, autocast in two parts", model="autocast", before=products_in_two_parts, **PLAIN)
@@ -178,7 +146,7 @@ def of_training() -> Iterator[Trial]:
     yield trial("right, a metric after each forward", between=a_metric)
 
 
-def of_itself() -> Iterator[Trial]:
+def of_itself() -> Iterator[Run]:
     """What is held against itself: stages run again, with what they had."""
     for name, how in {
         "weights gathered late": {"gathered": True, **REPLICAS},
@@ -194,22 +162,21 @@ def of_itself() -> Iterator[Trial]:
         yield trial(f"right, {name}", **how, against="itself")
 
 
-def rights() -> tuple[Trial, ...]:
+def rights() -> tuple[Run, ...]:
     """Every row without a fault."""
-    return every(of_messages(), of_reductions(), of_training(), of_itself())
+    return (*of_messages(), *of_reductions(), *of_training(), *of_itself())
 
 
-def fault(name: str, truth: Truth, **how: Any) -> Trial:
-    """The row of a fault: it is at rank 1 unless ``at`` says where."""
-    title = how.pop("title", name)
-    return trial(title, truth, fault=name, **how)
+def both(name: str, truth: Truth, **how: Any) -> Iterator[Run]:
+    """A fault beside the reference, and against itself."""
+    yield fault(name, truth, **how)
+    yield fault(name, truth, **how, against="itself")
 
 
-def in_flight() -> Iterator[Trial]:
+def in_flight() -> Iterator[Run]:
     """Buffers that are written or read too early, and messages."""
     one_buffer = backward("overwritten", 1, wrong="swapped memory", alike=("swapped-activations", "mispaired"))
-    yield fault("received into one buffer", one_buffer)
-    yield fault("received into one buffer", one_buffer, against="itself")
+    yield from both("received into one buffer", one_buffer)
     early = forward(
         ("wrong-message", "overwritten", "swapped-activations", "doubled"),
         0,
@@ -238,13 +205,11 @@ def in_flight() -> Iterator[Trial]:
     yield fault("newest graph", backward(PAIRED, 0, 1, wrong="swapped"), ranks=4, model="four", against="itself")
     yield fault("last graph left", backward("dropped", 0, 1, wrong="dropped sums order", microbatches=(LAST,)))
     halved = backward("scale", 0, 1, wrong="scale", factors=(0.5,), affected=(0,))
-    yield fault("gradients halved on their way", halved)
-    yield fault("gradients halved on their way", halved, against="itself")
+    yield from both("gradients halved on their way", halved)
     partly = backward(
         ("altered", "dropped", "uninitialised", "overwritten", "zero"), 0, 1, wrong="dropped", affected=(0,)
     )
-    yield fault("first half sent back", partly)
-    yield fault("first half sent back", partly, against="itself")
+    yield from both("first half sent back", partly)
     yield trial(
         "saved in bf16", backward(("rounded", "computation"), 0, 1, 2, wrong="computation sums"), around=packed_narrowly
     )
@@ -252,27 +217,29 @@ def in_flight() -> Iterator[Trial]:
     yield fault("padding weighs half", weighs, pads=(3,), at=())
 
 
-def of_sums() -> Iterator[Trial]:
+def of_sums() -> Iterator[Run]:
     """What goes wrong with gradients that were computed right."""
-    both = {**REPLICAS, "at": (2, 3)}
+    of_stage = {**REPLICAS, "at": (2, 3)}
     apart = sums("not-reduced", 1, ranks=(2, 3), wrong="reduction replicas")
     early = sums(("not-reduced", "dropped"), 1, ranks=(2, 3), wrong="reduction replicas dropped sums")
-    yield fault("never reduced", apart, **both)
-    yield fault("reduced before the last", early, **both, reduce="hooks")
-    yield fault("reduced before the last", early, **both, reduce="hooks", against="itself")
+    yield fault("never reduced", apart, **of_stage)
+    yield from both("reduced before the last", early, **of_stage, reduce="hooks")
     yield fault(
-        "reduced again", sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)), **both, reduce="hooks"
+        "reduced again",
+        sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)),
+        **of_stage,
+        reduce="hooks",
     )
-    yield fault("reduced in bf16", sums("rounded", 1, ranks=(2, 3), wrong="reduction"), **both)
+    yield fault("reduced in bf16", sums("rounded", 1, ranks=(2, 3), wrong="reduction"), **of_stage)
     yield fault(
         "reduced over the pipeline",
         sums(("misplaced", "extra-term", "not-reduced"), wrong="reduction replicas"),
-        **{**both, "at": (0, 1, 2, 3)},
+        **{**of_stage, "at": (0, 1, 2, 3)},
     )
     unreduced = sums(("not-reduced", "altered"), 1, ranks=(2,), wrong="reduction replicas")
-    yield fault("reduction not waited for", unreduced, **{**both, "at": (2,)})
+    yield fault("reduction not waited for", unreduced, **{**of_stage, "at": (2,)})
     bias = sums("not-reduced", 1, ranks=(2, 3), wrong="reduction replicas", parameter=r"^2\.norm\.bias$")
-    yield fault("a bias without its hook", bias, **both, reduce="hooks")
+    yield fault("a bias without its hook", bias, **of_stage, reduce="hooks")
     yield fault("copied over", sums("dropped", 1, microbatches=tuple(range(LAST))), main="parameter")
     yield fault("gradients left behind", sums(("doubled", "scale"), 1, wrong="doubled scale"), main="module")
     yield fault("main gradients in bf16", sums("rounded", 1, wrong="reduction"), main="module")
@@ -281,47 +248,35 @@ def of_sums() -> Iterator[Trial]:
     yield fault("gradients through fp16", sums("rounded", 1, wrong="reduction"))
     yield fault("not scaled back", sums("scale", 1, wrong="scale", factors=(1024.0,)), scale=1024.0)
     drawn = other(("replicas-apart", "randomness"), "weights loss gradients boundary computation", 3)
-    yield fault("drawn apart", drawn, **{**REPLICAS, "at": (3,)}, title="replicas drawn apart, a list")
-    yield fault("drawn apart", drawn, **{**REPLICAS, "ranks": MESH, "at": (3,)}, title="replicas drawn apart, a mesh")
-    own = {**REPLICAS, "at": (3,), "against": "own"}
-    yield fault("drawn apart", drawn, **own, title="replicas drawn apart, a list")
+    apart = {**REPLICAS, "at": (3,), "title": "replicas drawn apart, a list"}
+    yield fault("drawn apart", drawn, **apart)
+    yield fault("drawn apart", drawn, **apart, against="own")
+    yield fault("drawn apart", drawn, **{**apart, "ranks": MESH, "title": "replicas drawn apart, a mesh"})
 
 
-def between_steps() -> Iterator[Trial]:
+def between_steps() -> Iterator[Run]:
     """What goes wrong from one operation to the next."""
     stale = sums("stale-gradient", 1, wrong="stale")
     for main in ("parameter", "module"):
-        yield fault(
-            "main gradients not cleared", stale, main=main, **PLAIN, title=f"main gradients of the {main} not cleared"
-        )
+        title = f"main gradients of the {main} not cleared"
+        yield fault("main gradients not cleared", stale, main=main, **PLAIN, title=title)
     old = forward("stale-tensor", 1, wrong="weights stale computation")
     yield fault("late weights forgotten", old, late=True, **PLAIN)
-    gathered = {**REPLICAS, **PLAIN, "gathered": True, "data": data_of(count=2 * COUNT), "at": (3,)}
     half = forward("stale-tensor", 1, ranks=(2, 3), wrong="weights stale computation")
-    yield fault("gathered before the update", half, **gathered)
+    yield fault("gathered before the update", half, **REPLICAS, **PLAIN, gathered=True, at=(3,))
     casts = {"model": "autocast", "before": old_casts}
     every_stage = forward("stale-tensor", 0, 1, 2, wrong="stale computation", somewhere=True)
     yield trial("old casts of weights", every_stage, **casts, **PLAIN)
-    small = {"optimizer": sgd(0.005), "more": steps("train", "train", optimizer=sgd(0.005))}
     little = sums("stale-tensor", 0, 1, 2, wrong="stale computation", somewhere=True, faint=True)
+    small = steps("train", "train", by="slow sgd")
     yield trial("old casts of weights, small steps", little, **casts, **small)
     yield fault("update skipped", other(("update", "step-skipped", "clip"), "update", 1), **PLAIN)
-    clip = {"max_norm": 0.1, "optimizer": sgd(), "more": {"optimizer": sgd()}}
-    yield fault("clipped by its own norm", other("clip", "clip update", 1), **clip)
-    mode = other("mode", "mode loss", 1)
-    dropout = {"model": "dropout", "data": keyed(3 * COUNT), "optimizer": sgd(), "more": train_between()}
-    yield fault("evaluated in training mode", mode, **dropout)
-    norms = other(("mode", "buffers"), "mode loss buffers", 1)
-    yield fault(
-        "evaluated in training mode",
-        norms,
-        model="norms",
-        optimizer=sgd(),
-        more=train_between(),
-        title="evaluation trains norms",
-    )
+    yield fault("clipped by its own norm", other("clip", "clip update", 1), max_norm=0.1, **steps())
+    mode, trains = other("mode", "mode loss", 1), other(("mode", "buffers"), "mode loss buffers", 1)
+    yield fault("evaluated in training mode", mode, model="dropout", data=keyed(3 * COUNT), **BETWEEN)
+    yield fault("evaluated in training mode", trains, title="evaluation trains norms", model="norms", **BETWEEN)
 
 
-def faults() -> tuple[Trial, ...]:
+def faults() -> tuple[Run, ...]:
     """Every row with a fault."""
-    return every(in_flight(), of_sums(), between_steps())
+    return (*in_flight(), *of_sums(), *between_steps())

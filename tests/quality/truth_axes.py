@@ -1,12 +1,12 @@
 """Faults of parallelism around and inside a stage, and what is true of each run that has one."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from axis_faults import step
-from truth_check import Counts, Truth
+from truth_check import RIGHT, Counts, Run, Truth
 from truth_faults import other, sums
 
 from pipeproof.core.replicas import Replicas
@@ -36,33 +36,19 @@ STACKS = {
 }
 
 
-RIGHT = Truth()
+def of_stack(whitebox: WhiteBox, step: Callable[..., Any], *, stack: Stack) -> Verdict:
+    """What is said of a step of a stack."""
+    return validate_stack(stack, whitebox, step=step)
 
 
-@dataclass(frozen=True)
-class Along:
-    """A fault in a stack of primitives; without a name it is right."""
-
-    stack: str
-    fault: str
-    truth: Truth = RIGHT
-
-    @property
-    def title(self) -> str:
-        how = f", {self.fault}" if self.fault and not self.truth.kinds else self.fault
-        return f"{self.stack}: {how if self.truth.kinds else f'right{how}'}"
-
-    @property
-    def counts(self) -> Counts:
-        """How many there are of each."""
-        sizes = STACKS[self.stack].sizes
-        replicas = Replicas.along(sizes, COUNT).count
-        return Counts(math.prod(sizes.values()), sizes.get("pp", 1), COUNT, replicas)
-
-    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
-        """What is said of a step with this fault."""
-        stack = STACKS[self.stack]
-        return validate_stack(stack, whitebox, step=partial(step, stack=stack, fault=self.fault, watched=watched))
+def along(name: str, fault: str, truth: Truth = RIGHT) -> Run:
+    """A fault in a stack of primitives, or what is right in one: nothing in particular where it has no name."""
+    stack, right = STACKS[name], f"right, {fault}" if fault else "right"
+    counts = Counts(
+        math.prod(stack.sizes.values()), stack.sizes.get("pp", 1), COUNT, Replicas.along(stack.sizes, COUNT).count
+    )
+    title = f"{name}: {fault if truth.kinds else right}"
+    return Run(title, partial(step, stack=stack, fault=fault), truth, {"stack": stack}, counts, by=of_stack)
 
 
 def apart(parameter: str = "", *stages: int, **more: object) -> Truth:
@@ -85,7 +71,12 @@ def in_backward(kinds: tuple[str, ...], parameter: str, *stages: int, **more: ob
     return sums((*kinds, "computation"), *stages, wrong=wrong, parameter=parameter, **more)
 
 
+def norms(*names: str) -> dict[str, Truth]:
+    return dict.fromkeys(names, other("norm", "norm"))
+
+
 SAME_DATA = sums(("dropped", "doubled"), wrong="sums loss dropped doubled messages")
+AUXILIARY = in_backward(("extra-term", "scale"), r"^2\.(norm|mixture\.router)")
 EXPERTS = r"\.experts\."
 FAULTS: Mapping[str, Mapping[str, Truth]] = {
     "ddp": {
@@ -101,7 +92,7 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         ),
         "one replica counts twice": sums(("doubled", "scale"), microbatches=(1, 3), factors=(2.0,), wrong="doubled"),
         "reduced in bf16": sums("rounded", wrong="reduction"),
-        "norm of each rank, twice": other("norm", "norm"),
+        **norms("norm of each rank, twice"),
     },
     "ddp of 4": {"sum over replicas": factor(4.0), "never reduced": apart(), "same data for all": SAME_DATA},
     "zero 3": {
@@ -112,8 +103,7 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "shards reduced before the last": sums(("dropped", "not-reduced"), wrong="reduction", microbatches=(2, 3)),
         "shards exchanged": sums("misplaced", wrong="reduction"),
         "shards reduced in bf16": sums("rounded", wrong="reduction"),
-        "norm of each rank": other("norm", "norm"),
-        "norm takes shards for copies": other("norm", "norm"),
+        **norms("norm of each rank", "norm takes shards for copies"),
     },
     "hsdp": {
         "copies of shards not reduced": apart(),
@@ -121,7 +111,7 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "same data in all shards and copies": SAME_DATA,
         "same data in the shards of a copy": SAME_DATA,
         "one rank halves its shards": sums("scale", wrong="reduction scale replicas", ranks=(1,), factors=(0.5,)),
-        "norm over the world": other("norm", "norm"),
+        **norms("norm over the world"),
     },
     "tp": {
         "input gradients not reduced": in_backward(("not-reduced",), r"^2\.norm"),
@@ -135,14 +125,13 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "shards of a weight exchanged": sums(
             ("altered", "misplaced"), wrong="weights loss", parameter=r"^1\.feedforward\.up"
         ),
-        "norm over the world": other("norm", "norm"),
-        "norm of each rank": other("norm", "norm"),
+        **norms("norm over the world", "norm of each rank"),
     },
     "sp": {
         "norms in parts": apart("norm"),
         "norms averaged": factor(0.5, "norm"),
         "gathered without reduction": in_backward((), r"^2\.norm"),
-        "norm over the world": other("norm", "norm"),
+        **norms("norm over the world"),
     },
     "ep": {
         "experts times ranks": factor(2.0, EXPERTS),
@@ -155,16 +144,9 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "last experts first": in_forward(),
         "half the capacity": in_forward(),
         "no gradient from experts": in_backward((), r"^2\.norm"),
-        "auxiliary gradient times ranks": in_backward(
-            (
-                "extra-term",
-                "scale",
-            ),
-            r"^2\.(norm|mixture\.router)",
-        ),
+        "auxiliary gradient times ranks": AUXILIARY,
         "auxiliary loss times ranks": in_forward("extra-term", "scale"),
-        "norm without experts": other("norm", "norm"),
-        "norm over the world": other("norm", "norm"),
+        **norms("norm without experts", "norm over the world"),
     },
     "ep of 4": {"experts times ranks": factor(4.0, EXPERTS), "router not reduced": apart("router")},
     "cp": {
@@ -178,14 +160,13 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "keys in reverse": in_forward(),
         "targets of the neighbour": in_forward("swapped-data"),
         "losses of its own part": other("report", "report loss"),
-        "norm over the world": other("norm", "norm"),
+        **norms("norm over the world"),
     },
     "cp of 4": {"mean over parts": factor(0.25), "parts not reduced": apart()},
     "dp tp": {
         "input gradients not reduced": in_backward(("not-reduced",), r"^2\.norm"),
         "never reduced by hand": apart(),
-        "norm counts copies along tp": other("norm", "norm"),
-        "norm of each rank": other("norm", "norm"),
+        **norms("norm counts copies along tp", "norm of each rank"),
         "same data for all": SAME_DATA,
     },
     "dp sp": {"norms in parts": apart("norm"), "norms averaged": factor(0.5, "norm")},
@@ -203,14 +184,14 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
             ("not-reduced",), r"^2\.norm", 1, ranks=(4, 5, 6, 7)
         ),
         "norms reduced again": factor(2.0, "norm"),
-        "norm over the world": other("norm", "norm"),
+        **norms("norm over the world"),
     },
     "pp ep": {
         "sent back in another order": in_forward(),
-        "auxiliary gradient times ranks": in_backward(("extra-term", "scale"), r"^2\.(norm|mixture\.router)"),
+        "auxiliary gradient times ranks": AUXILIARY,
         "experts times ranks": factor(2.0, EXPERTS),
         "router not reduced": apart("router"),
-        "norm without experts": other("norm", "norm"),
+        **norms("norm without experts"),
     },
     "pp cp": {
         "positions of rank 0": in_forward(),
@@ -245,11 +226,11 @@ SOUND: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def axes() -> Iterator[Along]:
+def axes() -> Iterator[Run]:
     """Every fault, and what is right."""
     for stack, faults in FAULTS.items():
         for name, truth in faults.items():
-            yield Along(stack, name, truth)
+            yield along(stack, name, truth)
     for stack in STACKS:
         for name in ("", *SOUND.get(stack, ())):
-            yield Along(stack, name)
+            yield along(stack, name)

@@ -1,13 +1,16 @@
-"""A verdict held against the truth: each of its sentences is true, false, or known to nobody."""
+"""A run and its truth, and a verdict held against it: each sentence is true, false, or known to nobody."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from truth_claims import COUNTED, GARBLED, OF_KIND, SPEAKS_OF, THINGS, Claim, claims
+from truth_models import COUNT, RANKS
 
 from pipeproof.core.verdict import Verdict
+from pipeproof.whitebox import WhiteBox
 
 # Kinds that give the same gradients: where these are all there is, each may stand as the alternative of the other.
 _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
@@ -70,6 +73,27 @@ class Counts(NamedTuple):
     replicas: int = 1
 
 
+COUNTS = Counts(RANKS, RANKS, COUNT)
+RIGHT = Truth()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A foreign step and its truth; ``given``: what ``by`` is told beside it. ``ways``: watched or not."""
+
+    title: str
+    step: Callable[..., Any]
+    truth: Truth = RIGHT
+    given: Mapping[str, Any] = field(default_factory=dict)
+    counts: Counts = COUNTS
+    ways: tuple[bool, ...] = (True, False)
+    by: Callable[..., Verdict] = lambda whitebox, step, **given: whitebox.validate(step, **given)
+
+    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
+        """What is said of it."""
+        return self.by(whitebox, partial(self.step, watched=watched), **self.given)
+
+
 class False_(NamedTuple):
     """A sentence that is not true, and why."""
 
@@ -103,20 +127,21 @@ def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = Tru
     found = list(claims(verdict))
     if not watched:
         truth = from_gradients(truth)
-    false = [one for claim in found for one in _false(claim, truth, counts)]
+    false = [False_(claim.role, claim.text, why) for claim in found for why in _reasons(claim, truth, counts)]
     false += list(_alternatives(found, truth))
     false += list(_against_judge(found, verdict))
     false += list(_untold(found, truth))
     texts = [claim.text for claim in found if claim.role in ("cause", "and", "or", "not", "unknown")]
     garbled = tuple(text for text in texts if any(pattern.search(text) for pattern in GARBLED))
     where = next((claim for claim in found if claim.role == "where"), None)
+    place = None if where is None else where.place
     named = next((claim.kind for claim in found if claim.role == "cause"), "")
     return Checked(
         verdict.outcome,
         _naming(verdict, found, truth),
         tuple(false),
         garbled,
-        where.text if where is not None and _downstream(where, truth) else "",
+        where.text if place is not None and truth.stages and place.stage not in (None, *truth.stages) else "",
         named,
         len(found),
         truth.faint,
@@ -141,13 +166,8 @@ def _naming(verdict: Verdict, found: list[Claim], truth: Truth) -> Naming:
     return "right" if any(not list(_misplaced(first, part)) for part in parts) else "elsewhere"
 
 
-def _false(claim: Claim, truth: Truth, counts: Counts) -> Iterator[False_]:
-    """Why ``claim`` is not true."""
-    for why in _reasons(claim, truth, counts):
-        yield False_(claim.role, claim.text, why)
-
-
 def _reasons(claim: Claim, truth: Truth, counts: Counts) -> Iterator[str]:
+    """Why ``claim`` is not true."""
     if claim.role == "verdict":
         if not truth.kinds and claim.text == "fail":
             yield "nothing is wrong"
@@ -162,7 +182,9 @@ def _reasons(claim: Claim, truth: Truth, counts: Counts) -> Iterator[str]:
         yield "it rules out what is wrong"
     if claim.kind:
         yield from _of_cause(claim, truth)
-        yield from _counted(claim, counts)
+        for number, what in COUNTED.findall(claim.text):  # numbers that are said to be the number of something
+            if int(number) != (known := counts._asdict()[what]):
+                yield f"the number of {what} is {known}"
     elif claim.place is not None and truth.kinds:
         yield from _nothing_there(claim, truth)
 
@@ -174,7 +196,11 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
     if not parts:
         yield f"the fault is {' or '.join(kind for part in every for kind in part.kinds) or 'none'}"
         return
-    found = [[*_misplaced(claim, part), *_factor(claim, part)] for part in parts]
+    found = []
+    for part in parts:
+        other = claim.factor is not None and all(abs(claim.factor - one) > 0.01 * abs(one) for one in part.factors)
+        factors = [f"its factor is {' or '.join(map(str, part.factors))}"] if other and part.factors else []
+        found.append([*_misplaced(claim, part), *factors])
     yield from min(found, key=len)
 
 
@@ -201,20 +227,6 @@ def _misplaced(claim: Claim, truth: Truth) -> Iterator[str]:
         yield f"it is parameter {truth.parameter}"
 
 
-def _factor(claim: Claim, truth: Truth) -> Iterator[str]:
-    if claim.factor is not None and truth.factors:
-        if all(abs(claim.factor - one) > 0.01 * abs(one) for one in truth.factors):
-            yield f"its factor is {' or '.join(map(str, truth.factors))}"
-
-
-def _counted(claim: Claim, counts: Counts) -> Iterator[str]:
-    """Numbers that are said to be the number of something."""
-    known: Mapping[str, int] = counts._asdict()
-    for number, what in COUNTED.findall(claim.text):
-        if int(number) != known[what]:
-            yield f"the number of {what} is {known[what]}"
-
-
 def _nothing_there(claim: Claim, truth: Truth) -> Iterator[str]:
     """Why a place at which something is said to differ cannot be one."""
     assert claim.place is not None, "asked for where there is a place"
@@ -227,11 +239,6 @@ def _nothing_there(claim: Claim, truth: Truth) -> Iterator[str]:
     if claim.role == "unknown" and claim.place.parameter is not None and truth.parameter:
         if not re.search(truth.parameter, claim.place.parameter):
             yield f"it is first wrong at {truth.parameter}"
-
-
-def _downstream(where: Claim, truth: Truth) -> bool:
-    stage = where.place.stage if where.place is not None else None
-    return bool(truth.stages) and stage is not None and stage not in truth.stages
 
 
 def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:

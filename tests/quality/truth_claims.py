@@ -7,7 +7,6 @@ for the words of each. Only these, and the sentences on what stays open, are rea
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeproof.core.cause import Cause, RuledOut
@@ -21,35 +20,18 @@ THINGS = frozenset(
 )
 
 # What a kind of fault is called where it is ruled out.
-OF_KIND: Mapping[str, str] = MappingProxyType(
-    {
-        "partition": "partition",
-        "order": "order",
-        "mode": "mode",
-        "wrong-message": "messages",
-        "overwritten": "memory",
-        "computation": "computation",
-        "not-reduced": "replicas",
-        "norm": "norm",
-        "clip": "clip",
-        "update": "update",
-        "buffers": "buffers",
-        "report": "report",
-        "dropped": "dropped",
-        "doubled": "doubled",
-        "swapped-activations": "swapped",
-        "swapped-gradients": "swapped",
-        "mispaired": "swapped",
-        "tied-not-summed": "tied",
-        "tied-doubled": "tied",
-        "swapped-data": "messages",
-        "stale-gradient": "stale",
-        "stale-tensor": "stale",
-        "scale": "scale",
-        "sign": "scale",
-        "unequal-weights": "scale",
-    }
-)
+OF_KIND: Mapping[str, str] = {
+    **{
+        kind: kind
+        for kind in "partition order mode computation norm clip update buffers report dropped doubled".split()
+    },
+    **dict.fromkeys(("wrong-message", "swapped-data"), "messages"),
+    **dict.fromkeys(("swapped-activations", "swapped-gradients", "mispaired"), "swapped"),
+    **dict.fromkeys(("tied-not-summed", "tied-doubled"), "tied"),
+    **dict.fromkeys(("stale-gradient", "stale-tensor"), "stale"),
+    **dict.fromkeys(("scale", "sign", "unequal-weights"), "scale"),
+    **{"overwritten": "memory", "not-reduced": "replicas"},
+}
 
 # The kinds above leave things out that the words of the evidence speak of: what all was compared, and is right.
 EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
@@ -110,35 +92,27 @@ _SAYS_NOTHING = (
 )
 
 # A law that passed says that these are right.
-LAWS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        name: frozenset(things.split())
-        for name, things in {
-            "parameters-once": "held",
-            "initial-weights": "weights",
-            "microbatches": "order mode",
-            "boundaries": "boundary",
-            "loss": "loss report",
-            "gradient": "gradients",
-            "grad-norm": "norm",
-            "updated-parameters": "update clip",
-            "buffers": "buffers",
-        }.items()
-    }
-)
+LAWS: Mapping[str, frozenset[str]] = {
+    name: frozenset(things.split())
+    for name, things in {
+        "parameters-once": "held",
+        "initial-weights": "weights",
+        "microbatches": "order mode",
+        "boundaries": "boundary",
+        "loss": "loss report",
+        "gradient": "gradients",
+        "grad-norm": "norm",
+        "updated-parameters": "update clip",
+        "buffers": "buffers",
+    }.items()
+}
 
 # A sentence that denies one of these speaks against its own verdict where that law failed.
-SPEAKS_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "order": "microbatches",
-        "mode": "microbatches",
-        "held": "parameters-once",
-        "weights": "initial-weights",
-        "boundary": "boundaries",
-        "gradients": "gradient",
-        "buffers": "buffers",
-    }
-)
+SPEAKS_OF: Mapping[str, str] = {
+    thing: law
+    for law in ("microbatches", "parameters-once", "initial-weights", "boundaries", "gradient", "buffers")
+    for thing in LAWS[law]
+}
 
 FIRST_WRONG = re.compile(r"first observed wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
 FIRST_IN_BACKWARD = re.compile(
@@ -213,7 +187,8 @@ def claims(verdict: Verdict) -> Iterator[Claim]:
     yield from map(_of_reason, verdict.ruled_out)
     yield from map(_of_open, verdict.undecided)
     for mismatch in verdict.mismatches[:1]:
-        place = Place(mismatch.rank, mismatch.stage, _one(mismatch.microbatch), mismatch.parameter)
+        microbatches = () if mismatch.microbatch is None else (mismatch.microbatch,)
+        place = Place(mismatch.rank, mismatch.stage, microbatches, mismatch.parameter)
         yield Claim("where", f"{mismatch.where}; {mismatch.law}", place=place, law=mismatch.law)
 
 
@@ -237,7 +212,3 @@ def _of_open(text: str) -> Claim:
         return Claim("unknown", text, place=Place(stage=int(found[2]), parameter=found[1]))
     known = any(re.match(pattern, text) for pattern in _SAYS_NOTHING)
     return Claim("unknown", text, denies=frozenset() if known else None)
-
-
-def _one(microbatch: int | None) -> tuple[int, ...]:
-    return () if microbatch is None else (microbatch,)

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from axis_tensor import Unreduced
+from axis_shards import Unreduced
 from torch import Tensor
-from truth_check import Counts, Truth
+from truth_check import RIGHT, Counts, Truth
 from truth_faults import backward, forward, other, sums
 
 from pipeproof.core.verdict import Verdict
-from pipeproof.worlds.world import World
-from tests.support.sharded_chain import COUNT, NORM, Pairs, Plant, Sharded, moved, multiplied, sharded_steps
+from pipeproof.whitebox import WhiteBox
+from tests.support.sharded_chain import COUNT, NORM, Pairs, Plant, Sharded, multiplied, sharded_steps
 
 RANKS = 4  # of two stages, each cut among two
-NONE = Truth()
 TP, SEQUENCE = Sharded(tensor=2), Sharded(tensor=2, sequence=True)
 
 
@@ -23,14 +22,14 @@ class Cut:
 
     title: str
     way: Sharded
-    truth: Truth = NONE
+    truth: Truth = RIGHT
     second: bool = False
 
-    counts = Counts(RANKS, 2, COUNT)
+    counts, ways = Counts(RANKS, 2, COUNT), (True,)
 
-    def verdict(self, world: World) -> Verdict:
+    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of it."""
-        first, second = world.run(sharded_steps, self.way, ranks=RANKS)[0]
+        first, second = whitebox.world.run(sharded_steps, self.way, ranks=RANKS)[0]
         return second if self.second or not self.truth.kinds else first
 
 
@@ -49,7 +48,7 @@ def twice(rank: int, microbatch: int) -> float:
     return 2.0
 
 
-RIGHT: Mapping[str, Sharded] = {
+SOUND: Mapping[str, Sharded] = {
     "whole tensors between layers": TP,
     "parts of a sequence between layers": SEQUENCE,
     "two layers with one weight": replace(TP, tied=True),
@@ -117,7 +116,7 @@ FAULTS: Mapping[str, Cut] = {
         ),
         Cut(
             "an update of one rank",
-            replace(TP, plant=Plant(updated=moved(3, "0.weight"))),
+            replace(TP, plant=Plant(updated=multiplied(3, "0.weight", 1.1, weight=True))),
             other(("update", "clip"), "update", 3, parameter=r"^1\.0\.weight$"),
         ),
         Cut(
@@ -131,5 +130,5 @@ FAULTS: Mapping[str, Cut] = {
 
 def cuts() -> Iterator[Cut]:
     """What is right, and then every fault."""
-    yield from (Cut(f"right, {title}", way) for title, way in RIGHT.items())
+    yield from (Cut(f"right, {title}", way) for title, way in SOUND.items())
     yield from FAULTS.values()

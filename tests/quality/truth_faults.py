@@ -1,7 +1,7 @@
 """Faults in five foreign runtimes, and what is true of each run that has one. In three of them stage s is on rank s."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,40 +10,13 @@ import runtime_classes
 import runtime_instructions
 import runtime_iterators
 import runtime_two_way
-from truth_check import Counts, Truth
-from truth_models import COUNT, RANKS, build_model, data, loss_fn
-
-from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox
+from truth_check import COUNTS, Run, Truth
+from truth_models import COUNT, RANKS, build_model, data_of, loss_fn
 
 ALL = tuple(range(COUNT))
 HERE, THERE = ALL[: COUNT // 2], ALL[COUNT // 2 :]  # of the two directions
 PAIRED = ("mispaired", "swapped-gradients", "swapped-activations")
 TAKEN = ("mispaired", "swapped-activations")  # a stage took another tensor than the one that came
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A fault of a runtime, and the truth of a run that has it."""
-
-    runtime: str
-    name: str
-    truth: Truth
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        return f"{self.runtime}: {self.name}" + "".join(f", {name}={value}" for name, value in self.options.items())
-
-    @property
-    def counts(self) -> Counts:
-        """How many there are of each."""
-        return COUNTS._replace(stages=2 * RANKS) if self.runtime == "chunks" else COUNTS
-
-    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
-        """What is said of a step with this fault."""
-        step = partial(STEPS[self.runtime], fault=self.name, watched=watched, **self.options)
-        return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
 
 
 STEPS = {
@@ -53,7 +26,14 @@ STEPS = {
     "classes": runtime_classes.step,
     "chunks": runtime_chunks.step,
 }
-COUNTS = Counts(RANKS, RANKS, COUNT)
+
+
+def planted(runtime: str, name: str, truth: Truth, **options: Any) -> Run:
+    """A run with a fault of a runtime."""
+    title = f"{runtime}: {name}" + "".join(f", {option}={value}" for option, value in options.items())
+    given = {"reference": build_model, "microbatches": data_of(), "ranks": RANKS, "loss_fn": loss_fn}
+    counts = COUNTS._replace(stages=2 * RANKS) if runtime == "chunks" else COUNTS
+    return Run(title, partial(STEPS[runtime], fault=name, **options), truth, given, counts)
 
 
 def _truth(kinds: str | tuple[str, ...], wrong: str, stages: Iterable[int] = (), /, **more: Any) -> Truth:
@@ -224,17 +204,17 @@ TABLES = {
     "chunks": CHUNKS,
 }
 FAULTS = (
-    *(Planted(runtime, name, truth) for runtime, table in TABLES.items() for name, truth in table.items()),
+    *(planted(runtime, name, truth) for runtime, table in TABLES.items() for name, truth in table.items()),
     *(
-        Planted("instructions", name, INSTRUCTIONS[name], {"recompute": True})
+        planted("instructions", name, INSTRUCTIONS[name], recompute=True)
         for name in ("sum started anew", "buffer ids exchanged")
     ),
     *(
-        Planted("classes", name, CLASSES[name], {"afab": False})
+        planted("classes", name, CLASSES[name], afab=False)
         for name in ("stash last in first out", "cleared in the middle")
     ),
     *(
-        Planted("chunks", name, replace(CHUNKS[name], ranks=(at,), stages=(at, at + RANKS)), {"at": at})
+        planted("chunks", name, replace(CHUNKS[name], ranks=(at,), stages=(at, at + RANKS)), at=at)
         for name in ("inputs of chunks exchanged", "all inputs of chunks exchanged")
         for at in (2, 3)
     ),

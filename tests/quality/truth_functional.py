@@ -1,53 +1,32 @@
 """The functional pipeline: what is right in it, and its faults."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import truth_trial as trials
 from runtime_functional import Way
-from runtime_functional_training import course, step
 from runtime_partial import step as in_parts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
-from truth_check import Truth, from_gradients
+from truth_check import RIGHT, Run, Truth
 from truth_faults import PAIRED, backward, forward, other, sums
-from truth_layers import data_of
-from truth_models import Pairs, loss_fn
-from truth_trial import COUNT, RIGHT, TWICE, Split, Trial, adam, every, keyed, sgd, some
-
-from pipeproof.core.contract import Contract
+from truth_models import Pairs, loss_fn, some
+from truth_steps import shapes_of_zeros
+from truth_trial import COUNT, TWICE, Split, keyed, steps, unequal
 
 MESH = {"pp": 2, "dp": 2}
 LAST = COUNT - 1
 
 
-def trial(name: str, truth: Truth = RIGHT, **how: Any) -> Trial:
-    """A row: what ``Trial`` has by name, and all else is of the way."""
-    given = {key: how.pop(key) for key in ("ranks", "model", "data", "more", "against") if key in how}
-    if how.get("by") == "vjp":  # watched or not, its calls are not observed: torch.func's tensors have no storage
-        truth = from_gradients(truth)
-    more = {} if given.get("model") != "tied" else {"tied": ("0.table", "5.table")}
-    if plan := given.get("more", {}).get("contract", Contract()).operations:
-        given.setdefault("data", data_of(count=COUNT * len(plan)))
-        return Trial("functional", name, partial(course, way=Way(**how), **more), truth, **given)
-    return Trial("functional", name, partial(step, way=Way(**how), **more), truth, **given)
-
-
-def steps(*plan: str, optimizer: Any = None) -> Mapping[str, Any]:
-    """What ``validate`` is told of several operations."""
-    return {"contract": Contract(operations=plan), "optimizer": optimizer}
+trial, fault = partial(trials.trial, "functional"), partial(trials.fault, "functional")
 
 
 # What else a step does, and changes nothing by.
-
-
-def shapes_of_zeros(stage: nn.Module, pairs: Pairs) -> None:
-    with torch.no_grad():
-        stage(torch.zeros_like(pairs[0][0]))
 
 
 def shapes_on_meta(stage: nn.Module, pairs: Pairs) -> None:
@@ -89,7 +68,7 @@ def other_key_again(stage: nn.Module, pairs: Pairs) -> None:
             layer.shift = 1  # type: ignore[assignment]
 
 
-def of_ways() -> Iterator[Trial]:
+def of_ways() -> Iterator[Run]:
     """Ways to differentiate, and orders."""
     for by in ("grad", "vjp", "value", "again"):
         yield trial(f"right, {by}", by=by)
@@ -102,42 +81,36 @@ def of_ways() -> Iterator[Trial]:
     yield trial("right, two chunks", ranks=3, chunks=2)
     yield trial("right, two chunks, vjp, last in first out", ranks=3, chunks=2, by="vjp", order="lifo")
     yield trial("right, loss scaled and back", scale=1024.0)
-    yield trial("right, clipped", max_norm=0.1, optimizer="sgd", more={"optimizer": sgd()})
+    yield trial("right, clipped", max_norm=0.1, **steps())
     yield trial("right, written to .grad", handed="written")
-    for name, against in (("grad", "itself"), ("vjp", "itself"), ("again", "itself")):
-        yield trial(f"right, {name}", by=name, against=against)
+    for by in ("grad", "vjp", "again"):
+        yield trial(f"right, {by}", by=by, against="itself")
     yield trial("right, loss scaled and back", scale=1024.0, against="itself")
     yield trial("right, loss scaled and back, vjp", scale=1024.0, by="vjp")
 
 
-def of_padding() -> Iterator[Trial]:
+def of_padding() -> Iterator[Run]:
     """Microbatches of weight zero, rows that are cut off, replicas with unequal numbers."""
     for name, place in {"first": 0, "in the middle": 3, "last": COUNT}.items():
         yield trial(f"right, padding {name}", pads=(place,))
     yield trial("right, padding at both ends, vjp", pads=(0, COUNT + 1), by="vjp")
     yield trial("right, padding last", pads=(COUNT,), against="itself")
     yield trial("right, padding on all replicas", pads=(2,), replicas=2, ranks=TWICE, model="four")
-    unequal = {
-        "divisor": 7.0,
-        "replicas": 2,
-        "data": data_of(count=7),
-        "more": {"contract": Contract(loss_divisor=7.0)},
-    }
-    yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal)
-    yield trial("right, one replica filled up, a mesh", fill=4, ranks=MESH, **unequal)
-    yield trial("right, one replica has more", ranks=TWICE, **unequal)
+    yield trial("right, one replica filled up", fill=4, ranks=TWICE, **unequal())
+    yield trial("right, one replica filled up, a mesh", fill=4, ranks=MESH, **unequal())
+    yield trial("right, one replica has more", ranks=TWICE, **unequal())
     ragged = some(4, 6, 3, 5, 6, 2)
     yield trial("right, rows filled up", rows=6, data=ragged)
     yield trial("right, rows filled up, vjp, last in first out", rows=6, data=ragged, by="vjp", order="lifo")
     yield trial("right, rows filled up", rows=6, data=ragged, against="itself")
 
 
-def of_models() -> Iterator[Trial]:
+def of_models() -> Iterator[Run]:
     """Weights that are frozen, shared or in copies; modes and types."""
     yield trial("right, frozen first stage", model="frozen first")
     yield trial("right, frozen layer, vjp", model="frozen middle", by="vjp")
     yield trial("right, tied", model="tied")
-    yield trial("right, tied, sgd twice", model="tied", optimizer="sgd", more=steps("train", "train", optimizer=sgd()))
+    yield trial("right, tied, sgd twice", model="tied", **steps("train", "train"))
     yield trial("right, dropout by a key", model="dropout", data=keyed())
     yield trial("right, dropout by a key, again", model="dropout", data=keyed(), by="again")
     yield trial("right, autocast", model="autocast")
@@ -153,32 +126,27 @@ def of_models() -> Iterator[Trial]:
     yield trial("right, replicas, flat", replicas=2, ranks=TWICE, model="four", handed="flat", against="itself")
 
 
-def of_parts() -> Iterator[Trial]:
+def of_parts(name: str, truth: Truth = RIGHT, *, summed: bool) -> Iterator[Run]:
     """Halves of layers, on two ranks each; what a stage sends back is whole, or a part."""
-    cut = {"ranks": {"pp": 2, "tp": 2}, "model": "wide"}
-    apart = backward(
-        ("not-reduced", "computation"), 0, 1, wrong="reduction replicas computation", ranks=(), affected=(0,)
-    )
-    for summed, truth, name in ((True, RIGHT, "right, halves of layers"), (False, apart, "a part is sent back")):
-        for by, alone in (("grad", False), ("again", False), ("grad", True)):
-            step_ = partial(in_parts, way=Way(by=by), summed=summed, alone=alone)
-            yield Trial("functional", f"{name}, {'its module unseen' if alone else by}", step_, truth, **cut)
+    for by, alone in (("grad", False), ("again", False), ("grad", True)):
+        step = partial(in_parts, way=Way(by=by), summed=summed, alone=alone)
+        title = f"{name}, {'its module unseen' if alone else by}"
+        yield trial(title, truth, step=step, ranks={"pp": 2, "tp": 2}, model="wide")
 
 
-def of_steps() -> Iterator[Trial]:
+def of_steps() -> Iterator[Run]:
     """Several operations, and what is done around them."""
-    for name, optimizer in {"sgd": sgd(), "momentum": sgd(momentum=0.9), "adam": adam}.items():
-        plan = steps("train", "train", "train", optimizer=optimizer)
-        yield trial(f"right, {name} three times", optimizer=name, more=plan, by="vjp" if name == "sgd" else "grad")
-    between = steps("train", "eval", "train", optimizer=sgd())
-    yield trial("right, evaluation between", optimizer="sgd", more=between, by="vjp")
-    yield trial("right, accumulated", optimizer="sgd", more=steps("accumulate", "train", optimizer=sgd()))
-    yield trial("right, clipped adam", optimizer="adam", max_norm=0.1, more=steps("train", "train", optimizer=adam))
-    yield trial("right, batch norms", model="norms", optimizer="sgd", more=between)
-    yield trial("right, evaluation in bf16", model="eval in bf16", optimizer="sgd", more=between)
-    parts = {"model": "eval in bf16", "optimizer": "sgd", "around": products_in_two_parts}
-    yield trial("right, evaluation in bf16 in two parts", **parts, more=between)
-    yield trial("right, dropout between", model="dropout", optimizer="sgd", more=between, data=keyed(3 * COUNT))
+    for name, by in {"sgd": "vjp", "momentum": "grad", "adam": "grad"}.items():
+        yield trial(f"right, {name} three times", by=by, **steps("train", "train", "train", by=name))
+    between = steps("train", "eval", "train")
+    yield trial("right, evaluation between", by="vjp", **between)
+    yield trial("right, accumulated", **steps("accumulate", "train"))
+    yield trial("right, clipped adam", max_norm=0.1, **steps("train", "train", by="adam"))
+    yield trial("right, batch norms", model="norms", **between)
+    yield trial("right, evaluation in bf16", model="eval in bf16", **between)
+    parts = {"model": "eval in bf16", "around": products_in_two_parts}
+    yield trial("right, evaluation in bf16 in two parts", **parts, **between)
+    yield trial("right, dropout between", model="dropout", data=keyed(3 * COUNT), **between)
     for around in (
         *(shapes_of_zeros, shapes_on_meta, shapes_of_fakes, derivative_along_the_input, gradients_of_rows),
         average_of_weights,
@@ -186,18 +154,22 @@ def of_steps() -> Iterator[Trial]:
         yield trial(f"right, {around.__name__}", around=around)
 
 
-def rights() -> tuple[Trial, ...]:
+def rights() -> tuple[Run, ...]:
     """Every row without a fault."""
-    return every(of_ways(), of_padding(), of_models(), of_steps(), (one for one in of_parts() if not one.truth.kinds))
+    return (
+        *(*of_ways(), *of_padding(), *of_models(), *of_steps()),
+        *of_parts("right, halves of layers", summed=True),
+    )
 
 
-def fault(name: str, truth: Truth, **how: Any) -> Trial:
-    """The row of a fault: it is at rank 1 unless ``at`` says where."""
-    title = how.pop("title", name)
-    return trial(title, truth, fault=name, **how)
+def in_ways(name: str, truth: Truth, *ways: str, **how: Any) -> Iterator[Run]:
+    """A fault in several ways: "" as it is, "vjp" by that, "itself" against itself."""
+    for way in ways:
+        more = {"": {}, "vjp": {"by": "vjp", "title": f"{name}, vjp"}, "itself": {"against": "itself"}}[way]
+        yield fault(name, truth, **how, **more)
 
 
-def of_messages() -> Iterator[Trial]:
+def of_messages() -> Iterator[Run]:
     """What goes wrong between stages and in forwards."""
     crossed = forward(
         "wrong-message",
@@ -207,9 +179,7 @@ def of_messages() -> Iterator[Trial]:
         microbatches=(1, 2),
         alike=("swapped-data", "swapped-activations", "mispaired"),
     )
-    yield fault("two messages crossed", crossed)
-    yield fault("two messages crossed", crossed, by="vjp", title="two messages crossed, vjp")
-    yield fault("two messages crossed", crossed, against="itself")
+    yield from in_ways("two messages crossed", crossed, "", "vjp", "itself")
     yield fault("third message altered", forward("altered", 1, 2, microbatches=(2,), alike=("computation",)))
     yield fault("messages in bf16", forward("rounded", 1, 2, alike=("computation",)))
     yield fault("messages in bf16", forward("rounded", 1, 2), against="itself")
@@ -230,24 +200,13 @@ def of_messages() -> Iterator[Trial]:
     yield fault("padding weighs half", weighs, pads=(COUNT,), at=())
 
 
-def of_backwards() -> Iterator[Trial]:
+def of_backwards() -> Iterator[Run]:
     """What goes wrong in backwards."""
-    yield fault("newest pullback", backward(PAIRED, 1, wrong="swapped"))
-    yield fault("newest pullback", backward(PAIRED, 1, wrong="swapped"), by="vjp", title="newest pullback, vjp")
+    yield from in_ways("newest pullback", backward(PAIRED, 1, wrong="swapped"), "", "vjp")
     yield fault("newest pullback", backward(PAIRED, 0, 1, wrong="swapped"), against="itself")
-    yield fault(
-        "last closure for all",
-        backward((*PAIRED, "dropped"), 1, wrong="swapped dropped sums order"),
-        by="again",
-        order="afab",
-    )
-    yield fault(
-        "last closure for all",
-        backward((*PAIRED, "dropped"), 1, wrong="swapped dropped sums order"),
-        by="vjp",
-        order="afab",
-        title="last closure for all, vjp",
-    )
+    closure = backward((*PAIRED, "dropped"), 1, wrong="swapped dropped sums order")
+    yield fault("last closure for all", closure, by="again", order="afab")
+    yield from in_ways("last closure for all", closure, "vjp", order="afab")
     yield fault(
         "cotangent of ones",
         backward(("altered", "computation", "wrong-message", "extra-term", "mispaired"), 1, 2, wrong="messages"),
@@ -260,15 +219,11 @@ def of_backwards() -> Iterator[Trial]:
         microbatches=(2,),
         affected=(0,),
     )
-    yield fault("input gradient stopped", stopped)
-    yield fault("input gradient stopped", stopped, against="itself")
+    yield from in_ways("input gradient stopped", stopped, "", "itself")
     yield fault("input gradients quartered", backward("scale", 0, 1, wrong="scale", factors=(0.25,), affected=(0,)))
     crossed = backward(("wrong-message", *PAIRED), 0, 1, wrong="swapped messages", microbatches=(1, 2), affected=(0,))
-    yield fault("two gradients crossed", crossed)
-    yield fault("two gradients crossed", crossed, by="vjp", title="two gradients crossed, vjp")
-    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)))
-    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)), by="vjp", title="last not added, vjp")
-    yield fault("last not added", sums("dropped", 1, microbatches=(LAST,)), against="itself")
+    yield from in_ways("two gradients crossed", crossed, "", "vjp")
+    yield from in_ways("last not added", sums("dropped", 1, microbatches=(LAST,)), "", "vjp", "itself")
     yield fault("second added twice", sums("doubled", 1, microbatches=(1,)))
     yield fault("sums of the first leaf alone", sums("dropped", 1))
     yield fault("sums in bf16", sums("rounded", 1, wrong="sums reduction"))
@@ -283,19 +238,19 @@ def of_backwards() -> Iterator[Trial]:
     yield fault("norm of its own", other("norm", "norm", 1))
 
 
-def of_replicas() -> Iterator[Trial]:
+def of_replicas() -> Iterator[Run]:
     """Reductions that are missing, early, narrow or elsewhere."""
     stage = {"replicas": 2, "ranks": TWICE, "model": "four", "at": (2, 3)}
     apart = sums("not-reduced", 1, ranks=(2, 3), wrong="reduction replicas")
-    yield fault("never reduced", apart, **stage)
-    yield fault("never reduced", apart, **stage, against="itself")
+    yield from in_ways("never reduced", apart, "", "itself", **stage)
     yield fault(
         "reduced before the last",
         sums(("not-reduced", "dropped", "scale"), 1, ranks=(2, 3), wrong="reduction replicas dropped"),
         **stage,
     )
-    yield fault("reduced twice", sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)), **stage)
-    yield fault("not averaged", sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,)), **stage)
+    doubled = sums("scale", 1, ranks=(2, 3), wrong="scale reduction", factors=(2.0,))
+    yield fault("reduced twice", doubled, **stage)
+    yield fault("not averaged", doubled, **stage)
     yield fault("reduced in bf16", sums("rounded", 1, ranks=(2, 3), wrong="reduction"), **stage)
     yield fault(
         "reduced over the pipeline",
@@ -315,42 +270,36 @@ def of_replicas() -> Iterator[Trial]:
     yield fault("drawn apart", apart, **{**stage, "at": (3,)}, against="own", title="replicas drawn apart, a list")
 
 
-def of_training() -> Iterator[Trial]:
+def of_training() -> Iterator[Run]:
     """What goes wrong from one operation to the next."""
-    twice = {"optimizer": "sgd", "more": steps("train", "train", optimizer=sgd())}
+    twice = steps("train", "train")
     old = forward("stale-tensor", 1, wrong="stale computation")
-    yield fault("weights of the step before", old, **twice)
-    yield fault("weights of the step before", old, by="vjp", title="weights of the step before, vjp", **twice)
+    yield from in_ways("weights of the step before", old, "", "vjp", **twice)
     yield fault("weights of the step before", old, model="autocast", title="old weights under autocast", **twice)
-    small = {"optimizer": "sgd", "rate": 0.005, "more": steps("train", "train", optimizer=sgd(0.005))}
+    small = {**steps("train", "train", by="slow sgd"), "optimizer": "sgd", "rate": 0.005}
     title = "old weights under autocast, small steps"
     little = sums("stale-tensor", 1, wrong="stale computation", affected=None)
     yield fault("weights of the step before", little, model="autocast", title=title, **small)
     yield fault("sums of the step before", sums("stale-gradient", 1, wrong="stale"), **twice)
     yield fault("update skipped", other(("update", "step-skipped", "clip"), "update", 1), **twice)
     yield fault("not scaled back", sums("scale", 1, wrong="scale", factors=(1024.0,)), scale=1024.0)
-    clip = {"max_norm": 0.1, "optimizer": "sgd", "more": {"optimizer": sgd()}}
-    yield fault("clipped by its own norm", other("clip", "clip update", 1), **clip)
-    adams = {"optimizer": "adam", "more": steps("train", "train", optimizer=adam)}
-    yield fault("state forgotten", other(("update", "clip"), "update clip", 1), **adams)
-    momentum = {"optimizer": "momentum", "more": steps("train", "train", optimizer=sgd(momentum=0.9))}
-    yield fault("state forgotten", other(("update", "clip"), "update clip", 1), title="momentum forgotten", **momentum)
-    between = {"optimizer": "sgd", "more": steps("train", "eval", "train", optimizer=sgd())}
-    mode = other("mode", "mode loss", 1)
-    trains = other(("mode", "buffers"), "mode loss", 1)
+    yield fault("clipped by its own norm", other("clip", "clip update", 1), max_norm=0.1, **steps())
+    forgotten = other(("update", "clip"), "update clip", 1)
+    yield fault("state forgotten", forgotten, **steps("train", "train", by="adam"))
+    yield fault("state forgotten", forgotten, title="momentum forgotten", **steps("train", "train", by="momentum"))
+    between = steps("train", "eval", "train")
+    mode, trains = other("mode", "mode loss", 1), other(("mode", "buffers"), "mode loss", 1)
     yield fault("evaluated in training mode", mode, model="dropout", data=keyed(3 * COUNT), **between)
-    yield fault(
-        "evaluated in training mode",
-        trains,
-        title="evaluation trains norms",
-        model="norms",
-        **between,
-    )
+    yield fault("evaluated in training mode", trains, title="evaluation trains norms", model="norms", **between)
     yield fault("statistics lost", other("buffers", "buffers", 1), model="norms", **between)
 
 
-def faults() -> tuple[Trial, ...]:
+def faults() -> tuple[Run, ...]:
     """Every row with a fault."""
-    return every(
-        of_messages(), of_backwards(), of_replicas(), of_training(), (one for one in of_parts() if one.truth.kinds)
+    apart = backward(
+        ("not-reduced", "computation"), 0, 1, wrong="reduction replicas computation", ranks=(), affected=(0,)
+    )
+    return (
+        *(*of_messages(), *of_backwards(), *of_replicas(), *of_training()),
+        *of_parts("a part is sent back", apart, summed=False),
     )

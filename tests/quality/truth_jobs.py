@@ -14,11 +14,10 @@ import torch.distributed as dist
 from runtime_functional_training import Cut, Ranks, chunks_of
 from torch import nn
 from truth_async import old_casts, recomputed
-from truth_check import Counts, Truth
+from truth_check import RIGHT, Counts, Truth
 from truth_faults import PAIRED, backward, forward, sums
-from truth_layers import data_of
-from truth_models import Pairs
-from truth_trial import COUNT, MODELS, RIGHT, loss_of_rows, some
+from truth_models import Pairs, data_of, some
+from truth_trial import COUNT, MODELS, loss_of_rows
 
 from pipeproof import Contract, SingleDevice, StageByStage, check_step, record_step
 from pipeproof.core.verdict import Verdict
@@ -65,11 +64,12 @@ class Job:
         return data_of(count=COUNT * self.steps)[number * COUNT :][:COUNT] if self.data is None else self.data
 
     def expected(self, build: Callable[[], nn.Module], pairs: Pairs) -> Any:
+        contract = Contract(loss_divisor=self.divisor)
         if self.against == "single":
-            return SingleDevice(build, loss_of_rows, Contract(loss_divisor=self.divisor))
+            return SingleDevice(build, loss_of_rows, contract)
         if self.against == "record":
-            return record_step(build(), pairs, loss_fn=loss_of_rows, contract=Contract(loss_divisor=self.divisor))
-        return StageByStage(loss_of_rows, contract=Contract(loss_divisor=self.divisor), build=build)
+            return record_step(build(), pairs, loss_fn=loss_of_rows, contract=contract)
+        return StageByStage(loss_of_rows, contract=contract, build=build)
 
 
 def run_job(context: RankContext, job: Job) -> list[Verdict]:
@@ -87,12 +87,10 @@ def run_job(context: RankContext, job: Job) -> list[Verdict]:
             check.gradients(handed.gradients)
             check.report(losses=handed.losses, norm=handed.grad_norm)
         found.append(check.verdict)
-        trained = [
-            (n, p) for n, p in cut[0].named_parameters() if p.requires_grad and job.rate and number + 1 < job.steps
-        ]
         with torch.no_grad():
-            for name, parameter in trained:
-                parameter -= job.rate * handed.gradients[name]
+            for name, parameter in cut[0].named_parameters() if job.rate and number + 1 < job.steps else ():
+                if parameter.requires_grad:
+                    parameter -= job.rate * handed.gradients[name]
     return found
 
 

@@ -1,20 +1,16 @@
 """Steps in bf16 and fp16, on ranks whose kernels are the reference's or others, right and with a fault."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from runtime_plain import How, Plain, cut, even
+from runtime_plain import How, Plain
+from runtime_plain import step as plain_step
 from torch import Tensor, nn
-from truth_check import Counts, Truth
-from truth_models import COUNT, RANKS, ROWS, WIDTH, Pairs, observed
-
-from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox
+from truth_check import RIGHT, Run, Truth
+from truth_models import RANKS, WIDTH, Pairs, data_of
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS, MICROBATCH = 8, 3  # of which it is dropped or doubled
@@ -65,17 +61,12 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-def data(dtype: str, seed: int) -> Pairs:
-    draw = torch.Generator().manual_seed(100 + seed)
-    made = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
-    return [(x.to(TYPES[dtype]), y.to(TYPES[dtype])) for x, y in made]
-
-
 class Faulty(Plain):
     """A pipeline of which rank 1 has the ``fault``."""
 
-    fault = ""
-    done = 0
+    def __init__(self, fault: str, *given: Any) -> None:
+        super().__init__(*given)
+        self.fault, self.done = fault if self.place == 1 else "", 0
 
     def differentiate(self, outputs: list[Tensor], gradients: list[Any], wanted: list[Tensor]) -> None:
         before = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
@@ -93,67 +84,33 @@ class Faulty(Plain):
 
 def step(model: Any, pairs: Pairs, *, kernel: str, fault: str, watched: bool) -> Any:
     """The pipeline, whose layers have this kernel."""
-    ranks = list(range(dist.get_world_size()))
     for layer in model:
         layer.kernel = kernel
-    stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
-    pipeline = Faulty(observed(stage, watched), pairs, loss_fn, How(), ranks)
-    pipeline.fault = fault if dist.get_rank() == 1 else ""
-    return stage, pipeline.step() or None
+    return plain_step(model, pairs, how=How(loss_fn=loss_fn), watched=watched, part=partial(Faulty, fault))
 
 
 def truth_of(fault: str) -> Truth:
     """What is true of a step with this fault."""
     if not fault:
-        return Truth()
+        return RIGHT
     one = fault in ("dropped", "doubled")
-    return Truth(
-        (fault, "scale") if fault == "sign" else (fault,),
-        frozenset({"sums", "gradients"}),
-        ranks=(1,),
-        stages=(1,),
-        microbatches=(MICROBATCH,) if one else (),
-        faint=one,
-    )
+    kinds, places = (fault, "scale") if fault == "sign" else (fault,), {"ranks": (1,), "stages": (1,)}
+    concerned = (MICROBATCH,) if one else ()
+    return Truth(kinds, frozenset({"sums", "gradients"}), **places, microbatches=concerned, faint=one)
 
 
-@dataclass(frozen=True)
-class Narrow:
+def of(layer: str, dtype: str, kernel: str, seed: int = 0, *, fault: str = "") -> Run:
     """One step and its truth."""
-
-    layer: str
-    dtype: str
-    kernel: str
-    seed: int
-    fault: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"{self.dtype}, {self.layer}, kernel {self.kernel}, seed {self.seed}: {self.fault or 'right'}"
-
-    @property
-    def truth(self) -> Truth:
-        return truth_of(self.fault)
-
-    @property
-    def counts(self) -> Counts:
-        return Counts(RANKS, RANKS, COUNT)
-
-    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
-        """What is said of it."""
-        return whitebox.validate(
-            partial(step, kernel=self.kernel, fault=self.fault, watched=watched),
-            reference=partial(build, self.layer, self.dtype, self.seed),
-            microbatches=data(self.dtype, self.seed),
-            ranks=RANKS,
-            loss_fn=loss_fn,
-        )
+    title = f"{dtype}, {layer}, kernel {kernel}, seed {seed}: {fault or 'right'}"
+    pairs = data_of(dtype=TYPES[dtype], seed=100 + seed)
+    given = {"reference": partial(build, layer, dtype, seed), "microbatches": pairs, "ranks": RANKS}
+    return Run(title, partial(step, kernel=kernel, fault=fault), truth_of(fault), {**given, "loss_fn": loss_fn})
 
 
-def narrow() -> Iterator[Narrow]:
+def narrow() -> Iterator[Run]:
     """Every row."""
     kernels = ("same", "halves", "wide", "rows")
     for layer, dtype, kernel, seed in product(LAYER, TYPES, kernels, range(3)):
-        yield Narrow(layer, dtype, kernel, seed)
+        yield of(layer, dtype, kernel, seed)
     for layer, dtype, kernel, fault in product(LAYER, TYPES, kernels, FAULTS):
-        yield Narrow(layer, dtype, kernel, 0, fault)
+        yield of(layer, dtype, kernel, fault=fault)

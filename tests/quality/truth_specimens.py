@@ -1,8 +1,7 @@
 """What is true of a case with a specimen of the catalogue, beside what the specimen itself says."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 
 from truth_check import Counts, Truth
 
@@ -14,16 +13,17 @@ from pipeproof.own.observe import observe
 from pipeproof.own.validator import crash_verdict, explain_case, refusal_verdict
 from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.program_laws import violations
-from pipeproof.wings.specimens import SPECIMENS, tries_on
-from pipeproof.wings.specimens.planting import NORM
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.choice import tries_on
 from pipeproof.wings.specimens.specimen import Specimen, split_microbatches
 from pipeproof.wings.specimens.trial import smallest_of
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 # Which things are wrong in a run that has one of these specimens planted.
-_WRONG: Mapping[str, str] = MappingProxyType(
-    {
+WRONG: Mapping[str, frozenset[str]] = {
+    name: frozenset(things.split())
+    for things, names in {
         # The scale of losses and gradients.
         "boundary gradients scale": "loss-undivided loss-divided-twice mean-of-means padding-counted count-off-by-one "
         "divided-on-every-stage boundary-hook-stays",
@@ -73,11 +73,9 @@ _WRONG: Mapping[str, str] = MappingProxyType(
         "order": "message-lost backward-before-forward weight-half-first warm-up-beyond backward-missing "
         "backward-repeated stage-on-other-rank microbatches-counted-otherwise sends-last send-before-made "
         "receive-after-use receive-missing sends-crossed",
-    }
-)
-WRONG: Mapping[str, frozenset[str]] = MappingProxyType(
-    {name: frozenset(things.split()) for things, names in _WRONG.items() for name in names.split()}
-)
+    }.items()
+    for name in names.split()
+}
 
 
 def truth_of(specimen: Specimen, case: Case) -> Truth:
@@ -105,31 +103,19 @@ def _popped_otherwise(truth: Truth, case: Case) -> Truth:
 def _of_two_stages(truth: Truth, case: Case) -> Truth:
     """The first two stages have the mean of both gradients."""
     placement = case.built.placement
-    return replace(truth, stages=(0, 1), ranks=(placement[0], placement[1]), parameter=NORM)
+    return replace(truth, stages=(0, 1), ranks=(placement[0], placement[1]), parameter=r"norm.*\.weight$")
 
 
 # Specimens of which more is true than one cause can say.
-_MORE: Mapping[str, Callable[[Truth, Case], Truth]] = MappingProxyType(
-    {"weight-half-of-another": _popped_otherwise, "averaged-over-wrong-group": _of_two_stages}
-)
+_MORE: Mapping[str, Callable[[Truth, Case], Truth]] = {
+    "weight-half-of-another": _popped_otherwise,
+    "averaged-over-wrong-group": _of_two_stages,
+}
 
 
 def counts_of(case: Case) -> Counts:
     """How many there are of each in ``case``."""
     return Counts(case.ranks, case.stages, case.microbatches, case.replicas)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A case with a specimen, what was said of it, and whether boundary tensors were there to say it."""
-
-    case: Case
-    watched: bool
-    verdict: Verdict
-
-    @property
-    def title(self) -> str:
-        return str(self.case)
 
 
 def wanted(names: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
@@ -140,21 +126,21 @@ def wanted(names: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
         yield from (smallest_of(SPECIMENS[name]) for name in names or SPECIMENS)
 
 
-def tried(case: Case, world: World) -> Iterator[Tried]:
-    """What is said of ``case`` with boundary tensors, and from final gradients alone."""
+def tried(case: Case, world: World) -> Iterator[Verdict]:
+    """What is said of ``case`` with boundary tensors, and then from final gradients alone."""
     specimen = SPECIMENS[case.specimen]
     if specimen.reorder is not pass_on:
         if broken := tuple(violations(specimen.reorder(lower(case.built)))):
-            yield Tried(case, True, refusal_verdict(case, broken))
+            yield refusal_verdict(case, broken)
         return
     try:
         observed = observe(case, world)
     except RankFailed as failure:
-        yield Tried(case, True, crash_verdict(case, failure))
+        yield crash_verdict(case, failure)
         return
     verdict = judge(case, observed)
     if verdict.outcome != "fail":
-        yield Tried(case, True, verdict)
+        yield verdict
         return
-    yield Tried(case, True, explain_case(case, world, observed, verdict))
-    yield Tried(case, False, diagnose(case, observed.final(), verdict))
+    yield explain_case(case, world, observed, verdict)
+    yield diagnose(case, observed.final(), verdict)

@@ -1,22 +1,20 @@
 """What the functional and the asynchronous pipeline run on, and their rows: runs with a truth each."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import runtime_async_training
+import runtime_functional_training
 import torch
 from runtime_partial import Wide
 from torch import Tensor, nn
-from truth_check import Counts, Truth
-from truth_layers import blocks, chain, data_of, seeded
-from truth_models import WIDTH, Block, Pairs, loss_fn
+from truth_check import RIGHT, Counts, Run, Truth, from_gradients
+from truth_layers import Layer, altered, frozen, linear, of_dtype, with_norms
+from truth_models import OPTIMIZERS, WIDTH, Block, Build, Chain, Pairs, blocks, data_of, loss_fn, of, seeded
 
 from pipeproof import Contract, StageByStage
-from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox import WhiteBox
 
-RIGHT = Truth()
 LAYERS, COUNT = 6, 6
 TWICE = [0, 1, 0, 1]  # two stages, two replicas
 
@@ -70,59 +68,36 @@ class Keyed(Block):
         return torch.cat([y, key], dim=1)
 
 
-class Overwriting(Block):
-    """A block whose activation is in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(self.linear(self.norm(x)).add_(0.1))
-
-
-class Ends(nn.Module):
-    """A product with a weight that the first and the last layer share."""
-
-    def __init__(self, weight: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) if weight is None else weight
-        self.back = weight is not None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.table.T if self.back else self.table)
-
-
 def _tied() -> nn.Module:
-    first = Ends()
-    return chain(first, *blocks(count=LAYERS - 2), Ends(first.table))
+    """The first and the last layer share a weight, the last transposed."""
+    first = Layer(lambda layer, x: x @ layer.table)
+    first.table = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+    middle, last = blocks(count=LAYERS - 2), Layer(lambda layer, x: x @ layer.table.T)
+    last.table = first.table
+    return Chain(first, *middle, last)
 
 
-def _frozen(*numbers: int) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = chain(*blocks(count=LAYERS))
-        for number in numbers:
-            model[number].requires_grad_(False)
-        return model
-
-    return build
+def _of(kind: Build) -> Build:
+    return of(kind, count=LAYERS)
 
 
-def of(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A builder of a chain of such layers."""
-    return seeded(lambda: chain(*(kind() for _ in range(LAYERS))))
-
-
-MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "plain": of(Block),
-    "four": seeded(lambda: chain(*blocks(count=4))),
-    "frozen first": seeded(_frozen(0, 1)),
-    "frozen middle": seeded(_frozen(3)),
-    "tied": seeded(_tied),
-    "norms": of(lambda: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH))),
-    "dropout": of(Keyed),
-    "eval in bf16": of(Split),
-    "autocast": of(Cast),
-    "in place": of(Overwriting),
-    "wide": seeded(lambda: chain(*(Wide() for _ in range(4)))),
-    "bf16": seeded(lambda: chain(*blocks(count=LAYERS)).to(torch.bfloat16)),
-    "weight norm": of(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())),
+MODELS: Mapping[str, Build] = {
+    name: seeded(build)
+    for name, build in {
+        "plain": _of(Block),
+        "four": of(count=4),
+        "frozen first": frozen(0, 1, count=LAYERS),
+        "frozen middle": frozen(3, count=LAYERS),
+        "tied": _tied,
+        "norms": _of(with_norms),
+        "dropout": _of(Keyed),
+        "eval in bf16": _of(Split),
+        "autocast": _of(Cast),
+        "in place": _of(altered(lambda block, x: torch.relu_(block.linear(block.norm(x)).add_(0.1)))),
+        "wide": of(Wide, count=4),
+        "bf16": of_dtype(torch.bfloat16, LAYERS),
+        "weight norm": _of(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh())),
+    }.items()
 }
 
 
@@ -133,69 +108,15 @@ def keyed(count: int = COUNT) -> Pairs:
     return [(torch.cat([x, key], dim=1), torch.cat([t, key], dim=1)) for (x, t), key in zip(pairs, keys, strict=True)]
 
 
-def some(*sizes: int) -> Pairs:
-    """Microbatches of these numbers of rows."""
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(n, WIDTH, generator=draw), torch.randn(n, WIDTH, generator=draw)) for n in sizes]
+def steps(*plan: str, by: str = "sgd") -> dict[str, Any]:
+    """Several operations, of which a way and ``validate`` are told."""
+    return {"optimizer": by, "more": {"contract": Contract(operations=plan), "optimizer": OPTIMIZERS[by]}}
 
 
-def sgd(rate: float = 0.1, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """A maker of SGD."""
-    return partial(_sgd, rate=rate, momentum=momentum)
-
-
-def _sgd(model: nn.Module, *, rate: float, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """As the functional pipeline has it."""
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run of one of the two, and its truth. ``against``: "reference", "itself", or "own": stages that the step builds
-    itself, beside the reference."""
-
-    runtime: str
-    name: str
-    step: Callable[..., Any]
-    truth: Truth = RIGHT
-    ranks: Any = 3
-    model: str = "plain"
-    data: Pairs = field(default_factory=partial(data_of, count=COUNT))
-    more: Mapping[str, Any] = field(default_factory=dict)
-    against: str = "reference"
-
-    @property
-    def title(self) -> str:
-        added = {"itself": ", against itself", "own": ", of its own build"}.get(self.against, "")
-        return f"{self.runtime}: {self.name}{added}"
-
-    @property
-    def ways(self) -> tuple[bool, ...]:
-        """Watched or not: what is held against itself has to be."""
-        return (True,) if self.against == "itself" else (True, False)
-
-    @property
-    def counts(self) -> Counts:
-        """How many there are of each."""
-        each = len(self.more.get("contract", Contract()).parts(len(self.data))[0])
-        if isinstance(self.ranks, int):
-            return Counts(self.ranks, self.ranks, each)
-        return Counts(4, 2, each, 2)
-
-    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
-        """What is said of it."""
-        build = MODELS[self.model]
-        step = partial(self.step, watched=watched)
-        given = {"microbatches": self.data, "ranks": self.ranks, "timeout_s": 60.0, **self.more}
-        if self.against != "reference":
-            step = partial(_of_itself, step=step, build=build)
-        if self.against == "itself":
-            return whitebox.validate(step, reference=StageByStage(loss_of_rows, build=build), **given)
-        return whitebox.validate(step, reference=build, loss_fn=loss_of_rows, **given)
+def unequal() -> dict[str, Any]:
+    """Seven microbatches on two replicas."""
+    more = {"contract": Contract(loss_divisor=7.0)}
+    return {"divisor": 7.0, "replicas": 2, "data": data_of(count=7), "more": more}
 
 
 def loss_of_rows(output: Tensor, target: Tensor) -> Tensor:
@@ -203,11 +124,42 @@ def loss_of_rows(output: Tensor, target: Tensor) -> Tensor:
     return loss_fn(output[: len(target)], target)
 
 
-def _of_itself(model: Any, microbatches: Any, *, step: Callable[..., Any], build: Callable[[], Any]) -> Any:
+def _of_itself(model: Any, microbatches: Any, *, step: Callable[..., Any], build: Build, watched: bool) -> Any:
     """The model of a step that is held against itself is on the meta device: each rank has stages of its own."""
-    return step(build(), microbatches)
+    return step(build(), microbatches, watched=watched)
 
 
-def every(*tables: Iterator[Trial]) -> tuple[Trial, ...]:
-    """All rows, in order."""
-    return tuple(one for table in tables for one in table)
+RUNTIMES: Mapping[str, Any] = {"functional": runtime_functional_training, "async": runtime_async_training}
+
+
+def trial(runtime: str, name: str, truth: Truth = RIGHT, *, against: str = "reference", **how: Any) -> Run:
+    """A run of one of the two. ``against``: "reference", "itself", or "own": stages that the step builds itself, beside
+    the reference. ``more``: what else ``validate`` is told; what is not named here is of the way.
+    """
+    ranks, model, more = how.pop("ranks", 3), how.pop("model", "plain"), how.pop("more", {})
+    build, module, contract = MODELS[model], RUNTIMES[runtime], more.get("contract", Contract())
+    data = how.pop("data", None) or data_of(count=COUNT * max(len(contract.operations), 1))
+    each = len(contract.parts(len(data))[0])
+    if how.get("by") == "vjp":  # watched or not, its calls are not observed: torch.func's tensors have no storage
+        truth = from_gradients(truth)
+    if (step := how.pop("step", None)) is None:
+        tied = {"tied": ("0.table", "5.table")} if model == "tied" else {}
+        step = partial(module.course if contract.operations else module.step, way=module.Way(**how), **tied)
+    if against != "reference":
+        step = partial(_of_itself, step=step, build=build)
+    expected = {"reference": build, "loss_fn": loss_of_rows}
+    if against == "itself":
+        expected = {"reference": StageByStage(loss_of_rows, build=build)}
+    return Run(
+        f"{runtime}: {name}" + {"itself": ", against itself", "own": ", of its own build"}.get(against, ""),
+        step,
+        truth,
+        {**expected, "microbatches": data, "ranks": ranks, "timeout_s": 60.0, **more},
+        Counts(ranks, ranks, each) if isinstance(ranks, int) else Counts(4, 2, each, 2),
+        ways=(True,) if against == "itself" else (True, False),  # what is held against itself has to be watched
+    )
+
+
+def fault(runtime: str, name: str, truth: Truth, *, title: str = "", **how: Any) -> Run:
+    """The row of a fault: it is at rank 1 unless ``at`` says where."""
+    return trial(runtime, title or name, truth, fault=name, **how)

@@ -12,6 +12,7 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import differentiate
 from pipeproof.reference.step import Contribution, Loss, Recipe, Reference
 from pipeproof.whitebox import WhiteBox
+from tests.reference.test_traced import Stored
 from tests.support.golden import golden
 from tests.support.two_ranks import WIDTH, judged, model_of, named, passes, step, without_second
 
@@ -85,7 +86,6 @@ def test_what_an_objective_reaches_past_its_leaves_stays_as_it_was() -> None:
     outside.grad = torch.tensor([5.0])
     leaf = own.detach().requires_grad_()
     (found,) = differentiate((leaf * outside + own * 7).sum(), [leaf], [own])
-    assert found is not None
     assert found.tolist() == [10.0]  # 3 through the leaf, 7 past it
     assert (own.grad, outside.grad.tolist()) == (None, [5.0])
 
@@ -97,13 +97,13 @@ def test_a_graph_of_a_very_long_chain_ends_no_process() -> None:
     for _ in range(60_000):
         made = made * 1.0
     (found,) = differentiate(made, [weight], [weight])
-    assert found is not None
     assert found.tolist() == [1.0]
     del made
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAME = "words.weight"
+OWNER = {NAME: 0, "inner.weight": 1, "inner.bias": 1}
 
 
 class Tied(nn.Module):
@@ -125,23 +125,23 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
 
 
+def words(count: int) -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    return [Batch.of(*torch.randint(16, (2, 2, 5), generator=draw)) for _ in range(count)]
+
+
 def reference(*, by: Accumulation, more: int = 0, by_use: bool = True) -> tuple[Reference, tuple[Contribution, ...]]:
     """Of a pipeline of three stages, of which the first and the last have the weight."""
-    owner = {NAME: 0, "inner.weight": 1, "inner.bias": 1}
     recipe = Recipe(Loss(loss, 4.0), accumulation=by)
-    made = Reference(Tied(more).to(BF16), owner=owner, recipe=recipe, copies=[(2, NAME)], by_use=by_use)
-    draw = torch.Generator().manual_seed(1)
-    data = [torch.randint(16, (2, 2, 5), generator=draw) for _ in range(4)]
-    return made, made.contribute([Batch.of(*one) for one in data])
+    made = Reference(Tied(more).to(BF16), owner=OWNER, recipe=recipe, copies=[(2, NAME)], by_use=by_use)
+    return made, made.contribute(words(4))
 
 
 def total(made: Reference, contributions: tuple[Contribution, ...]) -> Tensor:
     orders = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3), 2: (3, 2, 1, 0)}
     found = made.total(made.accumulate(contributions, orders=orders))
-    first, last = found[0, NAME], found[2, NAME]
-    assert first is not None
-    assert last is first
-    return first
+    assert found[0, NAME] is found[2, NAME]
+    return found[0, NAME]  # type: ignore[return-value]
 
 
 def test_each_use_is_added_up_by_itself_in_the_order_of_its_stage() -> None:
@@ -180,27 +180,11 @@ def test_more_uses_than_stages_are_not_told_apart() -> None:
 
 
 def test_what_an_operation_gives_otherwise_than_autograd_is_not_told_apart() -> None:
-    class Stored(torch.autograd.Function):
-        """Writes the gradient of its weight itself, as stores of weight gradients do."""
-
-        @staticmethod
-        def forward(context: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-            context.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(context: torch.autograd.function.FunctionCtx, *given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-            x, weight = context.saved_tensors  # type: ignore[attr-defined]
-            made = given[0].flatten(0, 1).t() @ x.flatten(0, 1)
-            weight.grad = made if weight.grad is None else weight.grad + made
-            return given[0] @ weight, None
-
     class Storing(Tied):
         def forward(self, words: Tensor) -> Tensor:
             return Stored.apply(self.inner(self.words(words)), self.words.weight)  # type: ignore[no-any-return]
 
-    owner = {NAME: 0, "inner.weight": 1, "inner.bias": 1}
-    made = Reference(Storing(0), owner=owner, recipe=Recipe(Loss(loss, 1.0)), copies=[(2, NAME)], by_use=True)
+    made = Reference(Storing(0), owner=OWNER, recipe=Recipe(Loss(loss, 1.0)), copies=[(2, NAME)], by_use=True)
     (one,) = made.contribute([Batch.of(torch.arange(5)[None], torch.arange(5)[None])])
     assert one.gradients[0, NAME] is not None
     assert NAME not in one.uses
@@ -217,14 +201,11 @@ class TwoNames(Tied):
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_weight_of_two_names_has_all_that_its_uses_give(stage: int) -> None:
-    owner = {NAME: 0, "inner.weight": 1, "inner.bias": 1, "head.weight": stage}
-    data = [torch.randint(16, (2, 2, 5), generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    owner = {**OWNER, "head.weight": stage}
     model = TwoNames(0)
     made = Reference(model, owner=owner, recipe=Recipe(Loss(loss, 2.0)), copies=[(2, NAME)], by_use=True)
-    contributions = made.contribute([Batch.of(*one) for one in data])
+    contributions = made.contribute(words(2))
     found = made.total(made.accumulate(contributions, orders=dict.fromkeys(range(3), (0, 1))))[0, NAME]
-    for words, target in data:
-        (loss(model(words), target) / 2.0).backward()
-    assert found is not None
-    assert model.words.weight.grad is not None
+    for one in words(2):
+        (loss(model(*one.inputs), one.target) / 2.0).backward()
     torch.testing.assert_close(found, model.words.weight.grad)

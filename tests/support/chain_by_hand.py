@@ -31,10 +31,6 @@ def loss_fn(outputs: Sequence[Tensor], target: Tensor) -> Tensor:
     return torch.stack([(one - target).square().mean() for one in outputs]).sum()
 
 
-def as_they_came(rank: int, tensors: list[Tensor]) -> list[Tensor]:
-    return tensors
-
-
 @dataclass(frozen=True)
 class Chained:
     """How a chain is run. ``build`` makes a rank's stage, ``given`` are what it is called with, of what it has.
@@ -46,7 +42,7 @@ class Chained:
     """
 
     build: Callable[[int], nn.Module] = lambda rank: Both()
-    given: Callable[[int, list[Tensor]], list[Tensor]] = as_they_came
+    given: Callable[[int, list[Tensor]], list[Tensor]] = lambda rank, tensors: tensors
     wants: Callable[[int], bool] = lambda rank: True
     inputs: int = 1
     scale: Callable[[int], float] | None = None

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, cycle, pairwise, tee
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeproof import watch
 from pipeproof.whitebox import StepCase
+from tests.support.steps import blocks
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import hand_written_1f1b
@@ -26,10 +28,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 loss_fn = nn.functional.mse_loss
 
 
-def build() -> nn.Sequential:
-    """Eight layers of one width."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+build = partial(blocks, LAYERS, width=WIDTH)
 
 
 def draw(m: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -116,8 +115,7 @@ class Fuzzed:
 
 def in_groups(case: StepCase) -> bool:
     """Whether microbatches are a multiple of ranks, as the interleaved loop wants them."""
-    assert isinstance(case.ranks, int)
-    return case.microbatches % case.ranks == 0
+    return case.microbatches % case.ranks == 0  # type: ignore[operator]
 
 
 PIPELINES = (

@@ -115,14 +115,6 @@ def _in(holder: Any, key: Any) -> Access:
     return (lambda: holder[key]), (lambda value: holder.__setitem__(key, value))
 
 
-def _partial(it: Any) -> Access:
-    return partial(lambda found: found, it), lambda value: None
-
-
-def _function(it: Any) -> Access:
-    return _attribute(lambda: None, it)
-
-
 HOLDERS: dict[str, Callable[[Any], Access]] = {
     "a slot": lambda it: _attribute(Slots(it), it),
     "a dataclass": lambda it: _attribute(Record(it), it),
@@ -135,8 +127,8 @@ HOLDERS: dict[str, Callable[[Any], Access]] = {
     "a global": _global,
     "a context": _variable,
     "a thread's own": lambda it: _attribute(LOCAL, it),
-    "a function": _function,
-    "a partial function": _partial,
+    "a function": lambda it: _attribute(lambda: None, it),
+    "a partial function": lambda it: _fixed(it, partial(lambda found: found, it)),
     "a namespace": lambda it: _attribute(SimpleNamespace(), it),
     "options": lambda it: _attribute(argparse.Namespace(), it),
     "a weight": lambda it: _attribute(Weight(torch.zeros(1)), it),

@@ -21,10 +21,6 @@ DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.fu
 Sent = dict[tuple[int, int], list[tuple[int, Tensor]]]  # of an output, by stage and number: who got what
 
 
-def no_fault(stage: int, microbatch: int, given: list[Tensor]) -> list[Tensor]:
-    return given
-
-
 @dataclass
 class Job:
     """A pipeline whose stages are all here: microbatch after microbatch goes through it, and back.
@@ -39,7 +35,7 @@ class Job:
     loss_fn: Any = MSE
     route: Mapping[int, list[tuple[int, int]]] = field(default_factory=dict)
     more: Callable[[int, int], Mapping[str, Tensor]] = lambda stage, microbatch: {}
-    fault: Callable[[int, int, list[Tensor]], list[Tensor]] = no_fault
+    fault: Callable[[int, int, list[Tensor]], list[Tensor]] = lambda stage, microbatch, given: given
     late: float | None = None
     trial: bool = False
     keep: float = 1.0  # how much of a gradient that comes from beyond the next stage
@@ -68,7 +64,8 @@ class Job:
 
     def norm(self) -> float:
         own = {id(one): one for stage in self.stages for one in stage.parameters() if one.grad is not None}
-        return math.sqrt(sum(float(_dense(one).abs().double().square().sum()) for one in own.values()))
+        dense = (one.grad.to_dense() if one.grad.is_sparse else one.grad for one in own.values())  # type: ignore[union-attr]
+        return math.sqrt(sum(float(one.abs().double().square().sum()) for one in dense))
 
     def _train(self, m: int, x: Tensor, target: Any) -> float:
         made, sent = list[list[Tensor]](), Sent()
@@ -105,11 +102,6 @@ class Job:
                 pairs.append((one, torch.stack(flows).sum(0)))
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:

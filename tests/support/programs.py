@@ -2,10 +2,23 @@
 
 from hypothesis import strategies as st
 
-from pipeproof.pipeline.action import COMPUTE
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
 from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.schedules import build, virtuals
+
+ENDS = {  # of a message: how far the other stage is, and what it does
+    Kind.SEND_F: (1, Kind.RECV_F),
+    Kind.RECV_F: (-1, Kind.SEND_F),
+    Kind.SEND_B: (-1, Kind.RECV_B),
+    Kind.RECV_B: (1, Kind.SEND_B),
+}
+
+
+def partner(action: Action) -> Action:
+    """The other end of a message, by its name alone."""
+    shift, other = ENDS[action.kind]
+    return Action(action.stage + shift, other, action.microbatch)
 
 
 @st.composite

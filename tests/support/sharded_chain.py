@@ -30,14 +30,6 @@ Pairs = list[tuple[Tensor, Tensor]]
 Change = Callable[[int, int, Tensor], Tensor]  # of a message, by rank and microbatch
 
 
-def as_it_is(rank: int, microbatch: int, message: Tensor) -> Tensor:
-    return message
-
-
-def nothing(rank: int, stage: nn.Module) -> None:
-    """No fault."""
-
-
 @dataclass(frozen=True)
 class Plant:
     """What goes wrong, by the rank. ``given`` changes its microbatches; ``plan`` its stage's styles.
@@ -49,11 +41,11 @@ class Plant:
 
     given: Callable[[int, Pairs], Pairs] = lambda rank, every: every
     plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    sent: Change = as_it_is
-    back: Change = as_it_is
+    sent: Change = lambda rank, microbatch, message: message
+    back: Change = lambda rank, microbatch, message: message
     times: Callable[[int, int], float] = lambda rank, microbatch: 1.0
-    done: Callable[[int, nn.Module], None] = nothing
-    updated: Callable[[int, nn.Module], None] = nothing
+    done: Callable[[int, nn.Module], None] = lambda rank, stage: None
+    updated: Callable[[int, nn.Module], None] = lambda rank, stage: None
     kept: Callable[[int], bool] = lambda rank: False
     norm: Callable[[int], float] = lambda rank: 1.0
 
@@ -126,7 +118,7 @@ def sharded_steps(context: RankContext, way: Sharded, steps: int = 2) -> list[Ve
     for _ in range(steps):
         if not plant.kept(rank):
             optimizer.zero_grad()
-        microbatches = [_drawn(draw) for _ in range(COUNT)]
+        microbatches = [tuple(torch.randn(ROWS, WIDTH, generator=draw) for _ in range(2)) for _ in range(COUNT)]
         against = StageByStage(LOSS, optimizer=optimizer, contract=Contract(max_norm=MOST))
         with check_step({number: stage}, microbatches, against=against, rename="{}.{}".format, timeout_s=20) as check:
             losses = _run(number, stage, plant.given(rank, microbatches), context, way)
@@ -138,10 +130,6 @@ def sharded_steps(context: RankContext, way: Sharded, steps: int = 2) -> list[Ve
             check.report(losses=losses or None, norm=norm)
         found.append(check.verdict)
     return found
-
-
-def _drawn(draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
 def _run(number: int, stage: nn.Module, microbatches: Pairs, context: RankContext, way: Sharded) -> list[float]:
@@ -159,7 +147,6 @@ def _run(number: int, stage: nn.Module, microbatches: Pairs, context: RankContex
             loss = LOSS(output.float(), microbatches[m][1])
             losses.append(loss.item())
             (loss * way.plant.times(context.rank, m) / COUNT).backward()
-            assert x.grad is not None
             dist.send(way.plant.back(context.rank, m, x.grad), other)
         else:
             output.backward(_received(x, other).to(output.dtype))
@@ -175,8 +162,7 @@ def _received(like: Tensor, source: int) -> Tensor:
 def _clipped(stage: nn.Module, stages: DeviceMesh, *, times: float) -> float:
     """The norm of all gradients, which are clipped, ``times`` something that it should not be."""
     gradients = [one.grad for one in stage.parameters() if one.grad is not None]
-    square = sum((_whole(one).double() ** 2).sum() for one in gradients)
-    assert isinstance(square, Tensor)
+    square: Tensor = sum((_whole(one).double() ** 2).sum() for one in gradients)  # type: ignore[assignment]
     dist.all_reduce(square, group=stages.get_group())
     norm = float(square.sqrt()) * times
     for one in gradients:
@@ -188,13 +174,15 @@ def _whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def multiplied(rank: int, name: str, by: float) -> Callable[[int, nn.Module], None]:
-    """``rank`` multiplies its part of the gradient of its stage's parameter ``name``."""
+def multiplied(rank: int, name: str, by: float, *, weight: bool = False) -> Callable[[int, nn.Module], None]:
+    """``rank`` multiplies its part of the gradient, or of the ``weight`` itself, of its stage's parameter ``name``."""
 
     def change(own: int, stage: nn.Module) -> None:
-        gradient = stage.get_parameter(name).grad
-        if own == rank and gradient is not None:
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(by)
+        one = stage.get_parameter(name)
+        tensor = one if weight else one.grad
+        if own == rank and tensor is not None:
+            with torch.no_grad():
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(by)
 
     return change
 
@@ -203,23 +191,10 @@ def left_in_parts(rank: int, stage: nn.Module) -> None:
     """What each rank has of the sum of a norm's gradients is taken for all of it."""
     norm = next(one for one in stage.modules() if isinstance(one, nn.LayerNorm))
     for one in norm.parameters():
-        assert isinstance(one.grad, DTensor)
         one.grad = DTensor.from_local(one.grad.to_local(), one.grad.device_mesh, [Replicate()])
-
-
-def moved(rank: int, name: str) -> Callable[[int, nn.Module], None]:
-    """``rank`` moves its part of its stage's parameter ``name`` on."""
-
-    def change(own: int, stage: nn.Module) -> None:
-        if own == rank:
-            weight = stage.get_parameter(name)
-            with torch.no_grad():
-                (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(1.1)
-
-    return change
 
 
 PART = Plant(done=multiplied(3, "0.weight", 3.0))
 DROPPED = Plant(times=lambda rank, microbatch: float((rank, microbatch) != (3, 1)))
 NORM = Plant(done=left_in_parts)
-UPDATE = Plant(updated=moved(3, "0.weight"))
+UPDATE = Plant(updated=multiplied(3, "0.weight", 1.1, weight=True))

@@ -54,12 +54,3 @@ def sgd(model: nn.Module, rate: float = 0.1, momentum: float = 0.0) -> torch.opt
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with a state."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def on_one_device(model: nn.Module, microbatches: Sequence[Any], *, count: int | None = None) -> list[float]:
-    """The losses; each is divided by their number, or by ``count``, and its backward adds up gradients."""
-    losses = []
-    for x, target in microbatches:
-        losses.append(loss := loss_fn(model(x), target))
-        (loss / (count or len(microbatches))).backward()
-    return [loss.item() for loss in losses]

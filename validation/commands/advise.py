@@ -81,58 +81,55 @@ def _advise(options: argparse.Namespace) -> int:
         from pipeproof.commands.primitive_commands import describe_primitives
 
         refuse_unused(options, sorted(options.given - _WITH_PRIMITIVE), "with --primitive")
-        return describe_primitives(options.primitive, Outputs.of(options))
+        return describe_primitives(options.primitive, options.outputs)
     refuse_unused(options, ["--layout"], "without --write", where=options.write is None)
     job, cluster, allowed = _asked(options)
     most = check_count("most", options.most, most=100)
     if options.layout is not None:
         check_count("--layout", options.layout, most=most)
-    with Outputs.of(options).open("advise") as files:
-        with Terminal().progress("advise"):
-            steps, found = (
-                advise.find_path(job, cluster, allowed),
-                advise.find_layouts(job, cluster, allowed, most=most),
-            )
-        if options.layout is not None and found.best and options.layout > len(found.best):
-            listed = some(len(found.best), "layout")
-            raise UsageError(f"--layout {options.layout}: only {listed} can be listed; give one of these")
-        # Where the steps led: what is faster than that by little has more that can go wrong.
-        taken = [step.choice.layout for step in steps if step.choice and step.outcome is advise.Outcome.TAKEN]
-        if found.best:
-            ending = _next(taken[-1], job)
-        elif found.least is None:
-            few = f"use another number of devices than {cluster.devices:,}, or another batch."
-            ending = f"No layout is legal: {few}", "", ""
-        else:
-            ending = "Nothing fits: use more devices, or devices with more memory.", "", ""
-        asked, terminal = advise.describe_request(job, cluster), Terminal()
-        terminal.detail("\n".join(asked))
-        for text in advise.tables(steps, found.best, job, cluster, terminal.width):
-            terminal.detail(f"\n{text}")
-        terminal.detail("")
-        terminal.say(" ".join(filter(None, ending)))
-        file = files.files["write"]
-        if found.best:
-            layout = taken[-1] if options.layout is None else found.best[options.layout - 1].layout
-            file.write(_config(layout, job).text())
-            if file.name:
-                schedule = f", {layout.schedule}" if layout.pp > 1 else ""
-                runs = f"pipeproof validate --config {shlex.quote(file.name)}"
-                terminal.detail(f"{file.name}: {layout.words}{schedule}; {runs} runs it small")
-        elif options.write is not None:
-            terminal.detail(f"{options.write}: not written, for there is no layout to begin with")
-        return files.finish(
-            0 if found.best else WRONG,
-            page=partial(
-                advise.advice_page, advise.Advice(job, cluster, steps, found.best, asked, *ending, allowed.room)
-            ),
-            steps=[
-                {"add": one.name, "outcome": str(one.outcome), "reason": one.reason, **_layout(one.choice)}
-                for one in steps
-            ],
-            layouts=[{**_layout(one), "seconds": _seconds(one, cluster)} for one in found.best],
-            next=ending[2] or None,
+    with Terminal().progress("advise"):
+        steps, found = (
+            advise.find_path(job, cluster, allowed),
+            advise.find_layouts(job, cluster, allowed, most=most),
         )
+    if options.layout is not None and found.best and options.layout > len(found.best):
+        listed = some(len(found.best), "layout")
+        raise UsageError(f"--layout {options.layout}: only {listed} can be listed; give one of these")
+    # Where the steps led: what is faster than that by little has more that can go wrong.
+    taken = [step.choice.layout for step in steps if step.choice and step.outcome is advise.Outcome.TAKEN]
+    if found.best:
+        ending = _next(taken[-1], job)
+    elif found.least is None:
+        few = f"use another number of devices than {cluster.devices:,}, or another batch."
+        ending = f"No layout is legal: {few}", "", ""
+    else:
+        ending = "Nothing fits: use more devices, or devices with more memory.", "", ""
+    asked, terminal = advise.describe_request(job, cluster), Terminal()
+    terminal.detail("\n".join(asked))
+    for text in advise.tables(steps, found.best, job, cluster, terminal.width):
+        terminal.detail(f"\n{text}")
+    terminal.detail("")
+    terminal.say(" ".join(filter(None, ending)))
+    outputs: Outputs = options.outputs
+    file = outputs.files["write"]
+    if found.best:
+        layout = taken[-1] if options.layout is None else found.best[options.layout - 1].layout
+        file.write(_config(layout, job).text())
+        if file.name:
+            schedule = f", {layout.schedule}" if layout.pp > 1 else ""
+            runs = f"pipeproof validate --config {shlex.quote(file.name)}"
+            terminal.detail(f"{file.name}: {layout.words}{schedule}; {runs} runs it small")
+    elif options.write is not None:
+        terminal.detail(f"{options.write}: not written, for there is no layout to begin with")
+    return outputs.finish(
+        0 if found.best else WRONG,
+        page=partial(advise.advice_page, advise.Advice(job, cluster, steps, found.best, asked, *ending, allowed.room)),
+        steps=[
+            {"add": one.name, "outcome": str(one.outcome), "reason": one.reason, **_layout(one.choice)} for one in steps
+        ],
+        layouts=[{**_layout(one), "seconds": _seconds(one, cluster)} for one in found.best],
+        next=ending[2] or None,
+    )
 
 
 def _asked(options: argparse.Namespace) -> tuple[advise.Job, advise.Cluster, advise.Allowed]:

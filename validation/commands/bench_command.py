@@ -58,13 +58,13 @@ def bench_configs(options: argparse.Namespace) -> int:
     device = setting.chosen_device
     works = [replace(work, device=device) if isinstance(work, Case) else work for _, work in wanted]
     timings = [Timing(config.name, *_describe_work(work)) for config, work in zip(configs, works, strict=True)]
-    with setting.outputs.open("validate") as files, setting.world() as world:
+    with setting.world() as world:
         for config, work in wanted:
             tell_notes(config, work)
         if many := warn_of_crowd(max(work.ranks for work in works)):
             terminal.detail(many)
         failed = False
-        with files.asked:
+        with setting.outputs.asked:
             try:
                 _take_turns(works, timings, world, rounds)
             except RankFailed as failure:
@@ -80,7 +80,7 @@ def bench_configs(options: argparse.Namespace) -> int:
             terminal.say(f"{one.name}: {found}; `pipeproof validate --config {one.name}` says where")
         vacuous = not done or not all(one.losses for one in timings)
         status = WRONG if strange else NO_VERDICT if failed or vacuous else 0
-        return files.finish(status, rounds=done, timings=[as_data(one, timings[0]) for one in timings])
+        return setting.outputs.finish(status, rounds=done, timings=[as_data(one, timings[0]) for one in timings])
 
 
 def _take_turns(works: Sequence[Work], timings: list[Timing], world: "World", rounds: int) -> None:

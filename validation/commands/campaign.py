@@ -13,17 +13,18 @@ import torch._dynamo  # noqa: F401  # the reference's optimizer wants it: better
 
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.option_parser import UsageError
-from pipeproof.commands.outputs import Opened, Outputs
+from pipeproof.commands.outputs import Outputs
 from pipeproof.commands.selection import COMPOSED, simulation_of
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
-from pipeproof.own.validator import crash_verdict, narrow, refusal, run_case
+from pipeproof.own.validator import crash_verdict, narrow, refusal, run_to_end
 from pipeproof.records.case_record import record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
-from pipeproof.reports.page.page import CampaignRow, campaign
+from pipeproof.reports.gate_reports import CaseResult
+from pipeproof.reports.page.page import campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
@@ -65,7 +66,7 @@ class Setting:
         return cls(
             said["device"] if device is None else device,
             options.timeout,
-            Outputs.of(options),
+            options.outputs,
             said.get("profile", False),
             explain,
             said.get("plugin"),
@@ -100,22 +101,20 @@ class Setting:
         return self.device
 
 
-Then = Callable[[], None]  # what is left to do after a verdict is shown
-
-
 @dataclass(frozen=True)
 class CaseRun:
     """One thing to validate.
 
     ``judge`` gives its verdict. ``row`` is the table's line of it, as wide as it may be. ``doubt``: why a pass says
-    less than it seems; empty if it does not.
+    less than it seems; empty if it does not. ``keep``: what is left to do after its verdict is shown.
     """
 
     title: str
     ranks: int
-    judge: Callable[[World, Opened], tuple[Verdict, Then]]
+    judge: Callable[[World], Verdict]
     row: Callable[[Verdict, int | None], str]
     doubt: Callable[[], str] = str
+    keep: Callable[[], object] = bool
 
 
 def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[str, str] = NOTHING) -> int:
@@ -125,9 +124,9 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     """
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
-    if setting.outputs.record is not None and len(wanted) != 1:
+    if setting.outputs.paths.get("record") is not None and len(wanted) != 1:
         raise UsageError(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
-    if setting.outputs.record is not None and wanted[0].replicas > 1:
+    if setting.outputs.paths.get("record") is not None and wanted[0].replicas > 1:
         raise UsageError(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
     runs = [_run_of(case, setting) for case in wanted]
     return run_all(runs, setting, columns=COLUMNS, left_out=left_out)
@@ -138,21 +137,22 @@ def _run_of(case: Case, setting: Setting) -> CaseRun:
         from pipeproof.wings.composed import check_composed
 
         check_composed(case)
-    here = replace(case, device=setting.chosen_device)
+    here, observed = replace(case, device=setting.chosen_device), list[Observed]()
 
-    def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
-        verdict, observed = validate_case(here, world, composed=setting.composed)
+    def judge(world: World) -> Verdict:
+        verdict, found = validate_case(here, world, composed=setting.composed)
+        observed.extend([] if found is None else [found])
         if setting.plugin is not None:
             verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
+        return verdict
 
-        def keep() -> None:
-            record = files.files["record"]
-            if observed is not None and record.wanted:
-                write(record_observed(here, observed), record)
-            if observed is not None and setting.profile:
-                Terminal().say(profile_table(observed.profiles, Terminal().width))
-
-        return verdict, keep
+    def keep() -> None:
+        while observed:  # what the ranks gave is large: it is kept no longer than this
+            found, record = observed.pop(), setting.outputs.files["record"]
+            if record.wanted:
+                write(record_observed(here, found), record)
+            if setting.profile:
+                Terminal().say(profile_table(found.profiles, Terminal().width))
 
     def doubt() -> str:
         transport, room = (None, 0) if (one := setting.simulation) is None else (one.transport, one.room)
@@ -160,7 +160,7 @@ def _run_of(case: Case, setting: Setting) -> CaseRun:
         why = planted.missing(case, transport) or planted.hidden(room)
         return f"this case cannot show {case.specimen}, which {why}" if why else ""
 
-    return CaseRun(str(case), case.processes, judge, partial(line, case), doubt)
+    return CaseRun(str(case), case.processes, judge, partial(line, case), doubt, keep)
 
 
 def run_all(
@@ -168,14 +168,14 @@ def run_all(
 ) -> int:
     """Each of ``runs``, a line each and a screen for what is no pass; returns the exit status."""
     terminal, verdicts = Terminal(), list[Verdict]()
-    with setting.outputs.open("replay" if setting.explain else "validate") as files, setting.world() as world:
+    with setting.world() as world:
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
         if many := warn_of_crowd(max(run.ranks for run in runs)):
             terminal.detail(many)
-        with files.asked:
-            turns = [(run.title, partial(run.judge, world, files)) for run in runs]
-            for run, (verdict, then) in zip(runs, terminal.in_turn(turns), strict=True):
+        with setting.outputs.asked:
+            turns = [(run.title, partial(run.judge, world)) for run in runs]
+            for run, verdict in zip(runs, terminal.in_turn(turns), strict=True):
                 if not verdicts:
                     terminal.detail(header(columns, terminal.width))
                 verdicts.append(verdict)
@@ -185,14 +185,13 @@ def run_all(
                     terminal.say(why)
                 if more or not passed:
                     terminal.tell(verdict.details if more else str(verdict), verdict.word, passed=passed)
-                then()
+                run.keep()
         said = summary(verdicts, left_out=len(left_out)) + not_run(len(runs) - len(verdicts))
         terminal.say(said)
         if world.searched:
             terminal.say(world.searched)
-        entries = [CampaignRow(one, one.outcome) for one in verdicts]
-        page = partial(campaign, entries, said=said, left_out=left_out)
-        return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
+        page = partial(campaign, list(map(CaseResult, verdicts)), said=said, left_out=left_out)
+        return setting.outputs.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
 
 
 def not_run(count: int) -> str:
@@ -220,10 +219,7 @@ def validate_case(
     began = perf_counter()
 
     def once() -> tuple[Verdict, Observed | None]:
-        try:
-            return (composed_verdict(case, world), None) if composed else run_case(case, world, measure=measure)
-        except RankFailed as failure:
-            return crash_verdict(case, failure), None
+        return (composed_verdict(case, world), None) if composed else run_to_end(case, world, measure=measure)
 
     for _ in world.interleavings():
         verdict, observed = once()

@@ -200,7 +200,7 @@ def _add_mutate(commands: Commands) -> None:
 
 
 def _all_specimens() -> Sequence[str]:
-    from pipeproof.wings.specimens import specimens_on
+    from pipeproof.wings.specimens.choice import specimens_on
 
     return specimens_on(AUTO, simulated=True)
 
@@ -247,7 +247,7 @@ def _gate(options: argparse.Namespace) -> int:
     refuse_unused(options, of_cases, "on steps of yours, unless --schedule names some, too", where=not built_in)
     table, missing = table_of(options) if built_in else ([], {})
     setting = setting_of(options)
-    from pipeproof.commands.gate import Plan, gate
+    from pipeproof.commands.gate import Gate
 
     budget = options.cases if built_in else 0
     if options.max_ranks is None:
@@ -258,8 +258,8 @@ def _gate(options: argparse.Namespace) -> int:
         raise CaseError(f"--cases {budget} are drawn from families, and --schedule names none: give --cases 0")
     pinned = [Case.parse(text) for text in options.case]
     schedules = schedule_names(families) if families else []
-    plan = Plan(table, pinned, schedules, budget, options.seed, options.max_ranks, missing, steps)
-    return gate(plan, setting, options)
+    drawn = (schedules, budget, options.seed, options.max_ranks)
+    return Gate(setting, steps, table, missing, pinned, *drawn).run(options)
 
 
 def _check_draw(options: argparse.Namespace, *, least: int) -> None:
@@ -335,7 +335,8 @@ def _mutate(options: argparse.Namespace) -> int:
 
 def _plant_specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.catalogue import shrink_all, try_all
-    from pipeproof.wings.specimens import choose, listing, load
+    from pipeproof.wings.specimens.choice import choose, load
+    from pipeproof.wings.specimens.tables import listing
 
     setting, own = setting_of(options), [] if options.plugin is None else load(options.plugin)
     simulated = setting.simulation is not None

@@ -15,12 +15,10 @@ from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.world import World
 
 if TYPE_CHECKING:
-    from pipeproof.wings.specimens import Shrunk, Trial
+    from pipeproof.wings.specimens.shrinking import Shrunk
+    from pipeproof.wings.specimens.trial import Trial
 
-_EVIDENCE: Mapping[str, str] = {
-    "recorded": "with boundary tensors",
-    "final": "from final gradients alone",
-}
+_EVIDENCE: Mapping[str, str] = {"recorded": "with boundary tensors", "final": "from final gradients alone"}
 _SIMULATED_EVIDENCE: Mapping[str, str] = {"recorded": "on simulated ranks"}
 
 
@@ -38,21 +36,21 @@ def try_all(
     as something else. ``final_only``: no case is run again to record its boundary tensors. On simulated ranks each is
     tried over ``transport``, or those that show it, under one seed after the other.
     """
-    from pipeproof.wings import specimens
+    from pipeproof.wings.specimens import choice, tables
 
     simulated, device, terminal = setting.simulation is not None, setting.chosen_device, Terminal()
-    runs, left_out = specimens.runs_of(
+    runs, left_out = choice.runs_of(
         names, schedules, device=device, simulated=simulated, transport=transport, record=not final_only
     )
     trials = list["Trial"]()
-    columns = specimens.IN_SIMULATION_COLUMNS if simulated else specimens.COLUMNS
-    with setting.outputs.open("mutate") as files, setting.world() as world:
+    columns = tables.IN_SIMULATION_COLUMNS if simulated else tables.COLUMNS
+    with setting.world() as world:
         terminal.detail(header(columns, terminal.width))
-        with files.asked:
+        with setting.outputs.asked:
             for trial in terminal.in_turn([(said, partial(run, world)) for said, run in runs]):
                 trials.append(trial)
-                terminal.tell(specimens.line(trial, terminal.width, columns=columns), passed=_sound(trial))
-            if not schedules and set(names) >= set(specimens.usual_on(device, simulated=simulated)):
+                terminal.tell(tables.line(trial, terminal.width, columns=columns), passed=_sound(trial))
+            if not schedules and set(names) >= set(choice.usual_on(device, simulated=simulated)):
                 terminal.say(_controls(world, setting))
         reasons = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
         for (name, schedule), why in left_out.items():
@@ -63,26 +61,27 @@ def try_all(
         for which, words in (_SIMULATED_EVIDENCE if simulated else _EVIDENCE).items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:")
-                terminal.detail(specimens.confusion(specimens.pairs_of(trials, which), terminal.width))
-                terminal.say(specimens.totals(trials, which) + not_run(len(runs) - len(trials)))
+                terminal.detail(tables.confusion(tables.pairs_of(trials, which), terminal.width))
+                terminal.say(tables.totals(trials, which) + not_run(len(runs) - len(trials)))
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
-        return files.finish(status, specimens=[trial.as_dict() for trial in trials])
+        return setting.outputs.finish(status, specimens=[trial.as_dict() for trial in trials])
 
 
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
-    from pipeproof.wings.specimens import SPECIMENS, shrink
+    from pipeproof.wings.specimens import SPECIMENS
+    from pipeproof.wings.specimens.shrinking import shrink
 
     terminal, found = Terminal(), list["Shrunk"]()
-    with setting.outputs.open("mutate") as files, setting.world() as world:
-        with files.asked:
+    with setting.world() as world:
+        with setting.outputs.asked:
             for one in terminal.in_turn([(name, partial(shrink, SPECIMENS[name], world, seed=seed)) for name in names]):
                 found.append(one)
                 terminal.tell(str(one), passed=one.as_stated)
         said = f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state"
         terminal.say(said + not_run(len(names) - len(found)))
         status = 0 if found and all(one.as_stated for one in found) else 1
-        return files.finish(status, seed=seed, shrunk=[asdict(one) for one in found])
+        return setting.outputs.finish(status, seed=seed, shrunk=[asdict(one) for one in found])
 
 
 def _sound(trial: "Trial") -> bool:
@@ -92,7 +91,7 @@ def _sound(trial: "Trial") -> bool:
 
 def _controls(world: World, setting: Setting) -> str:
     """A sentence on the changes that are no faults, and the steps by hand that have none."""
-    from pipeproof.wings.specimens import CONTROLS, DEVICE_CONTROLS, RIGHT, SIMULATED_CONTROLS, validate_mixed
+    from pipeproof.wings.specimens import CONTROLS, DEVICE_CONTROLS, SIMULATED_CONTROLS, mixed
 
     device, known = setting.chosen_device, CONTROLS if setting.simulation is None else SIMULATED_CONTROLS
     if device != CPU:
@@ -102,8 +101,8 @@ def _controls(world: World, setting: Setting) -> str:
         case = Case.parse(f"{one.smallest} specimen={name} device={device}")
         passes[name] = str(case), partial(_passes, case, one.needs.transports or (None,), world)
     if device == CPU and setting.simulation is None:
-        for name, by_hand in RIGHT.items():
-            passes[name] = by_hand.smallest, lambda one=by_hand: validate_mixed(one, world).outcome == "pass"  # type: ignore[misc]
+        for name, by_hand in mixed.RIGHT.items():
+            passes[name] = by_hand.smallest, lambda one=by_hand: mixed.validate_mixed(one, world).outcome == "pass"  # type: ignore[misc]
     results = Terminal().in_turn([*passes.values()], start="no fault, ")
     alarms = [name for name, right in zip(passes, results, strict=True) if not right]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""

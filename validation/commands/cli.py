@@ -18,7 +18,7 @@ from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import leave, run_command
 from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser, add, add_flag
-from pipeproof.commands.outputs import takes_standard_output
+from pipeproof.commands.outputs import Outputs, takes_standard_output
 from pipeproof.commands.own_step import set_defaults
 from pipeproof.commands.record_commands import add_record_commands
 from pipeproof.commands.schedule_commands import add_schedule_commands
@@ -57,7 +57,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
         argcomplete.autocomplete(parser)
     options = parser.parse_args(arguments)
-    with speaking(Manner(options.color, options.quiet, options.verbose, takes_standard_output(options))):
+    manner = Manner(options.color, options.quiet, options.verbose, takes_standard_output(options))
+    with speaking(manner), Outputs.open(options.prog.rpartition(" ")[2], vars(options)) as options.outputs:
         return int(options.run(options))
 
 

@@ -17,13 +17,13 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.findings import FINDINGS, Finding, is_known
 from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judge_case
 from pipeproof.own.runtimes import OWN
-from pipeproof.own.validator import crash_verdict, narrow, validate
+from pipeproof.own.validator import narrow, run_to_end
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.page.page import CampaignRow, campaign
+from pipeproof.reports.gate_reports import CaseResult
+from pipeproof.reports.page.page import campaign
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
-from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 PART = 500  # cases that are drawn together: what an interruption loses at most
@@ -117,9 +117,9 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     on, terminal = f"torch {torch.__version__}", Terminal()
     progress = Progress(resume, wish.describe(setting, on))
     judge = partial(judge_case, validated=composed_verdict) if setting.composed else judge_case
-    with setting.outputs.open("fuzz") as files, setting.world() as world:
+    with setting.world() as world:
         tally, there, found = progress.tally(wish.cases), list[Finding](), None
-        with files.asked, terminal.progress("starting ranks") as show:
+        with setting.outputs.asked, terminal.progress("starting ranks") as show:
             if wish.runtime != OWN:
                 there += _findings(world, terminal, on)
             found = _run(wish, there, world, judge, tally, progress, show)
@@ -143,8 +143,12 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
         status = verdicts[0].exit_status if verdicts else NO_VERDICT if progress.kept["undecided"] else 0
         counts = {name: dict(tally.counts[name]) for name in ("tiers", "schedules", "dtypes")}
         data = {"cases": tally.cases, "outcomes": dict(tally.counts["verdicts"]), **counts}
-        page, names = partial(_page, tally, found, wish.seed), [finding.name for finding in there]
-        return files.finish(status, verdicts, page=page, seed=wish.seed, findings=names, tally=data)
+        # What was found is at the head; what shrinking tried, and was wrong too, is left out.
+        rows = [CaseResult(one) for one in tally.each if found is None or one.outcome == "pass"]
+        head = [] if found is None else [CaseResult(found.verdict, "as small as shrinking made it")]
+        page = partial(campaign, [*head, *rows], said=f"fuzz, seed {wish.seed}, {tally}", left_out=NOTHING)
+        names = [finding.name for finding in there]
+        return setting.outputs.finish(status, verdicts, page=page, seed=wish.seed, findings=names, tally=data)
 
 
 def _findings(world: World, terminal: Terminal, on: str) -> Iterator[Finding]:
@@ -193,20 +197,9 @@ def _explain_smallest(found: SmallestFailure | None, world: World) -> SmallestFa
         world.decide(found.decision)
         narrow(found.case, world)
         found = replace(found, decision=world.decision)
-    try:
-        return replace(found, verdict=validate(found.case, world))
-    except RankFailed as failure:
-        return replace(found, verdict=crash_verdict(found.case, failure))
+    return replace(found, verdict=run_to_end(found.case, world)[0])
 
 
 def _verdict_of(shown: SmallestFailure) -> Verdict:
     """The verdict on what is shown, with the line that replays it."""
     return replacing(shown.verdict, shown.decision, seconds=shown.verdict.seconds)
-
-
-def _page(tally: Tally, found: SmallestFailure | None, seed: int) -> str:
-    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
-    entries = [CampaignRow(one, one.outcome) for one in tally.each if found is None or one.outcome == "pass"]
-    if found is not None:
-        entries.insert(0, CampaignRow(found.verdict, found.verdict.outcome, "as small as shrinking made it"))
-    return campaign(entries, said=f"fuzz, seed {seed}, {tally}", left_out=NOTHING)

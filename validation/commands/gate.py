@@ -24,32 +24,36 @@ from pipeproof.records.case_record import record_expected, record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import header
 from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
-from pipeproof.reports.page.page import CampaignRow, campaign
+from pipeproof.reports.page.page import campaign
 from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.output_file import OutputError, OutputFile
+from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.world import World
 
 PLANTED = "layernorm-zero"  # what the gate plants to see that it can fail: the loss stays right
 PLANTED_IN_STEPS = "gradient-doubled"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a gate runs: ``steps``, ``table`` and ``pinned`` cases, and a ``budget`` of drawn ones.
+@dataclass
+class Gate:
+    """What a gate runs: ``steps``, ``table`` and ``pinned`` cases, and a ``budget`` of drawn ones; and its results.
 
     Drawn are cases of ``schedules``, from ``seed``. ``missing`` are schedules that were asked for and cannot be, with
-    the reason: a gate without them is short.
+    the reason: a gate without them is short. ``observed``: what the ranks gave in cases that were no pass.
     """
 
+    setting: Setting
+    steps: Sequence[OwnStep]
     table: Sequence[Case]
+    missing: Mapping[str, str]
     pinned: Sequence[Case]
     schedules: Sequence[str]
     budget: int
     seed: int
     max_ranks: int
-    missing: Mapping[str, str] = field(default_factory=dict)
-    steps: Sequence[OwnStep] = ()
+    results: list[CaseResult] = field(default_factory=list)
+    observed: dict[str, tuple[Case, Observed]] = field(default_factory=dict)
+    unplanted: int = 0
 
     @property
     def of_cases(self) -> int:
@@ -62,124 +66,101 @@ class Plan:
         """How many cases must run, the planted ones included."""
         return 2 * len(self.steps) + self.of_cases + bool(self.of_cases)
 
+    def run(self, options: Namespace) -> int:
+        """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome.
 
-def gate(plan: Plan, setting: Setting, options: Namespace) -> int:
-    """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome.
+        ``options`` say where reports go: ``html``, ``artifacts`` and ``annotations``.
+        """
+        if not self.case_count:
+            raise CaseError("a gate of no cases: give --cases, --case or --schedule")
+        loaded = [step.load() for step in self.steps]
+        for case in self.pinned:
+            specimen(case.specimen)
+        terminal, outputs = Terminal(), self.setting.outputs
+        with self.setting.world() as world:
+            with outputs.asked:
+                for step, given in zip(self.steps, loaded, strict=True):
+                    self._step(step, given, world)
+                if self.of_cases:
+                    self._cases(world)
+            result = GateResult(self.results, self.case_count - self.unplanted, self.seed, dict(self.missing))
+            for one in result.not_passed[:SHOWN]:
+                terminal.say(one.story, one.verdict.outcome)
+            terminal.say(str(result))
+            if options.annotations == "github" and result.status:
+                terminal.say("\n".join(annotations(result)))
+            outputs.files["junit"].write(junit(result))
+            outputs.files["summary"].write(markdown(result, page=options.html or "").encode())
+            if options.artifacts is not None:
+                self._leave(Path(options.artifacts), result)
+            groups = [{"group": one.group, "gate_outcome": one.outcome} for one in result.cases]
+            more = {"seed": result.seed, "case_count": result.case_count, "left_out": dict(result.missing)}
+            page = partial(campaign, result.cases, said=str(result), left_out=result.missing)
+            verdicts = [one.verdict for one in result.cases]
+            return outputs.finish(result.status, verdicts, groups=groups, page=page, **more)
 
-    ``options`` say where reports go: ``junit``, ``summary``, ``artifacts`` and ``annotations``.
-    """
-    if not plan.case_count:
-        raise CaseError("a gate of no cases: give --cases, --case or --schedule")
-    loaded = [step.load() for step in plan.steps]
-    for case in plan.pinned:
-        specimen(case.specimen)
-    folder = None if options.artifacts is None else Path(options.artifacts)
-    if folder is not None:  # made now, so that one that cannot be costs nothing
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{error.strerror or error}; choose a new name in a writable folder"
-            raise OutputError(f"cannot make the folder {folder}: {why}") from error
-    terminal, device = Terminal(), setting.chosen_device
-    with (
-        OutputFile(options.junit) as xml,
-        OutputFile(options.summary) as summary,
-        setting.outputs.open("gate") as files,
-        setting.world() as world,
-    ):
-        run = _GateRun(world, device, terminal)
-        with files.asked:
-            for step, given in zip(plan.steps, loaded, strict=True):
-                run.step(step, given, setting)
-            if plan.of_cases:
-                run.cases(plan)
-        result = GateResult(run.results, plan.case_count - run.unplanted, plan.seed, dict(plan.missing))
-        for one in result.not_passed[:SHOWN]:
-            terminal.say(one.story, one.verdict.outcome)
-        terminal.say(str(result))
-        if options.annotations == "github" and result.status:
-            terminal.say("\n".join(annotations(result)))
-        xml.write(junit(result))
-        summary.write(markdown(result, page=options.html or "").encode())
-        if folder is not None:
-            run.keep(folder, result)
-        groups = [{"group": one.group, "gate_outcome": one.outcome} for one in result.cases]
-        more = {"seed": result.seed, "case_count": result.case_count, "left_out": dict(result.missing)}
-        verdicts = [one.verdict for one in result.cases]
-        return files.finish(result.status, verdicts, groups=groups, page=partial(_page, result), **more)
-
-
-class _GateRun:
-    """The cases of a gate as they are run, and what the ranks gave in those that were no pass."""
-
-    def __init__(self, world: World, device: str, terminal: Terminal) -> None:
-        self._world = world
-        self._device = device
-        self._terminal = terminal
-        self.results: list[CaseResult] = []
-        self.unplanted = 0
-        self.observed: dict[str, tuple[Case, Observed]] = {}
-
-    def step(self, step: OwnStep, given: dict[str, Any], setting: Setting) -> None:
+    def _step(self, step: OwnStep, given: dict[str, Any], world: World) -> None:
         """A step of the user's, and then the same with a fault in it."""
         from pipeproof.wings.mutate import PlantedStep
 
+        terminal = Terminal()
+
         def judge(run: Any, title: str) -> Verdict:
-            with self._terminal.progress(title):
-                return judge_step(step, given | {"step": run}, self._world, setting)
+            with terminal.progress(title):
+                return judge_step(step, given | {"step": run}, world, self.setting)
 
         verdict, planted = judge(given["step"], step.name), f"{step.name} with {PLANTED_IN_STEPS}"
         if not self.results:
-            self._terminal.detail(header(STEP_COLUMNS, self._terminal.width))
-        shown = line_of_step(step, verdict, self._terminal.width)
-        self._terminal.tell(shown, verdict.word, passed=verdict.outcome == "pass")
-        self.results.append(CaseResult("step", step.name, verdict, step.name))
+            terminal.detail(header(STEP_COLUMNS, terminal.width))
+        shown = line_of_step(step, verdict, terminal.width)
+        terminal.tell(shown, verdict.word, passed=verdict.outcome == "pass")
+        self.results.append(CaseResult(verdict, "step", step.name, step.name))
         if verdict.outcome != "pass":  # it would be no pass with a fault, either
             self.unplanted += 1
             return
         wrong = judge(PlantedStep(given["step"], PLANTED_IN_STEPS, step.processes - 1), planted)
-        self.results.append(CaseResult("planted", planted, wrong, step.name, fault=PLANTED_IN_STEPS))
-        self._terminal.say(self.results[-1].headline)
+        self.results.append(CaseResult(wrong, "planted", planted, step.name, fault=PLANTED_IN_STEPS))
+        terminal.say(self.results[-1].headline)
 
-    def cases(self, plan: Plan) -> None:
+    def _cases(self, world: World) -> None:
         """Every schedule that was asked for and the pinned lines, a line each; drawn ones; and one with a fault."""
-        terminal = self._terminal
-        for name, reason in plan.missing.items():
+        terminal, device = Terminal(), self.setting.chosen_device
+        for name, reason in self.missing.items():
             terminal.say(f"{name} cannot run: {reason}")
-        groups: list[Group] = [*["table"] * len(plan.table), *["pinned"] * len(plan.pinned)]  # type: ignore[list-item]
-        wanted = [replace(case, device=self._device) for case in (*plan.table, *plan.pinned)]
-        runs = [(str(case), partial(self._judge, case, self._world, measure=True)) for case in wanted]
-        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=plan.case_count), strict=True):
+        groups: list[Group] = [*["table"] * len(self.table), *["pinned"] * len(self.pinned)]  # type: ignore[list-item]
+        wanted = [replace(case, device=device) for case in (*self.table, *self.pinned)]
+        runs = [(str(case), partial(self._judge, case, world, measure=True)) for case in wanted]
+        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=self.case_count), strict=True):
             if case is wanted[0]:
                 terminal.detail(header(COLUMNS, terminal.width))
             terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
             self.results.append(_of_case(group, case, verdict))
-        if plan.budget:
-            self._fuzz(plan)
+        if self.budget:
+            self._fuzz(world, device)
         # A gate that cannot fail proves nothing.
-        case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
-        self.results.append(_of_case("planted", case, self._judge(case, self._world)))
+        case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=device)
+        self.results.append(_of_case("planted", case, self._judge(case, world)))
         terminal.say(self.results[-1].headline)
 
-    def _fuzz(self, plan: Plan) -> None:
+    def _fuzz(self, world: World, device: str) -> None:
         """Drawn cases, up to the first that is no pass, which is shrunk."""
-        drawn, tally = list[CaseResult](), Tally(plan.budget)
+        drawn, tally, terminal = list[CaseResult](), Tally(self.budget), Terminal()
 
         def run(case: Case, world: World) -> Verdict:
             verdict = self._judge(case, world)
             drawn.append(_of_case("fuzz", case, verdict))
             return verdict
 
-        with self._terminal.progress("fuzzing") as show:
+        with terminal.progress("fuzzing") as show:
             found = fuzz(
-                self._world,
+                world,
                 tally,
-                seed_=plan.seed,
-                strategy=cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device),
+                seed_=self.seed,
+                strategy=cases(schedules=self.schedules, max_ranks=self.max_ranks, device=device),
                 progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
                 run=run,
             )
-        self._terminal.say(f"seed {plan.seed}, {tally}")
+        terminal.say(f"seed {self.seed}, {tally}")
         self.results += takewhile(lambda one: one.outcome == "pass", drawn)
         if found is not None:  # in the place of all that shrinking tried
             self.results.append(_of_case("fuzz", found.case, found.verdict))
@@ -190,7 +171,7 @@ class _GateRun:
             self.observed[str(case)] = case, observed
         return verdict
 
-    def keep(self, folder: Path, result: GateResult) -> None:
+    def _leave(self, folder: Path, result: GateResult) -> None:
         """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
         for number, one in enumerate(result.not_passed[:SHOWN], start=1):
             name = str(folder / f"{number}-{one.kind}")
@@ -206,10 +187,4 @@ class _GateRun:
 
 def _of_case(group: Group, case: Case, verdict: Verdict) -> CaseResult:
     size = (case.stages, case.microbatches)
-    return CaseResult(group, str(case), verdict, case.built.name, size, case.specimen)
-
-
-def _page(result: GateResult) -> str:
-    notes = [one.headline if one.group == "planted" else one.group for one in result.cases]
-    entries = [CampaignRow(one.verdict, one.outcome, note) for one, note in zip(result.cases, notes, strict=True)]
-    return campaign(entries, said=str(result), left_out=result.missing)
+    return CaseResult(verdict, group, str(case), case.built.name, size, case.specimen)

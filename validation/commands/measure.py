@@ -9,7 +9,7 @@ from pipeproof.own.case import Case, CaseError
 from pipeproof.own.measured import Measured, measure
 from pipeproof.pipeline.timeline import Times
 from pipeproof.pipeline.transports import transport_of
-from pipeproof.reports.drawings import Drawings, Paths
+from pipeproof.reports.drawings import check_drawings, draw_timelines
 from pipeproof.reports.table import table_of_times
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.kinds import REAL
@@ -33,7 +33,7 @@ def describe(found: Measured, width: int | None = None, *, shared_by: int = 0) -
     return "\n".join(lines)
 
 
-def show_measured(case: Case, paths: Paths, options: argparse.Namespace) -> int:
+def show_measured(case: Case, options: argparse.Namespace) -> int:
     """Time ``case``, say how it went beside the simulation, and draw both; returns the exit status.
 
     ``options`` are of ``show --run``. Simulated ranks have a clock each: ``times`` is what each action takes, and
@@ -42,6 +42,7 @@ def show_measured(case: Case, paths: Paths, options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise CaseError(f"--steps is {options.steps}: expected at least 1")
     case, terminal = replace(case, ragged=False, unequal=False), Terminal()
+    outputs: Outputs = options.outputs
     if simulated := options.world != REAL:
         from pipeproof.wings.simulated import SimulatedWorld, Timing
 
@@ -53,16 +54,17 @@ def show_measured(case: Case, paths: Paths, options: argparse.Namespace) -> int:
     else:
         world, times = World(), None
     # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
-    drawn = Drawings(paths, actions=2 * sum(map(len, case.built.ranks)))
-    with Outputs.of(options).open("show") as files, drawn as drawings, world:
+    check_drawings(outputs.paths, actions=2 * sum(map(len, case.built.ranks)))
+    with world:
         try:
             with terminal.progress(f"{options.steps} steps of {case}"):
                 measured = measure(case, world, steps=options.steps, times=times)
         except RankFailed as failure:
             terminal.say(str(failure))
-            return files.finish(NO_VERDICT)
+            return outputs.finish(NO_VERDICT)
         name, typical, predicted = case.built.name, measured.typical, measured.predicted
-        drawings.write({f"{name}, simulated with the measured times": predicted, f"{name}, measured": typical})
+        both = {f"{name}, simulated with the measured times": predicted, f"{name}, measured": typical}
+        draw_timelines(outputs.files, both)
         terminal.say(f"{case}, {clocks}" if simulated else str(case))
         terminal.say(describe(measured, terminal.width, shared_by=0 if simulated else case.ranks))
-        return files.finish(0, measured={"makespan": typical.makespan, "simulated": predicted.makespan})
+        return outputs.finish(0, measured={"makespan": typical.makespan, "simulated": predicted.makespan})

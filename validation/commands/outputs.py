@@ -1,19 +1,21 @@
 """Where a command's results go besides the terminal: options that commands share, and the document that they write.
 
-A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Outputs`` and a line of ``Opened.finish``.
+A new form of output (a page, say) is a line of ``add_outputs``, a name in ``_FILES`` and a line of ``Outputs.finish``.
 ``validation/reports/schema.json`` says what the document is.
 """
 
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from pipeproof.commands.ending import Asked
 from pipeproof.commands.option_parser import add
 from pipeproof.core.verdict import SCHEMA, Verdict
+from pipeproof.reports.drawings import ENDINGS
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
@@ -62,35 +64,36 @@ def takes_standard_output(options: argparse.Namespace) -> bool:
     return "-" in taken
 
 
+_FILES = ("json", "record", "html", "write", "junit", "summary", *ENDINGS)  # options
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """The files that are wanted."""
+    """Files by option that are open until the command ends; each is written once, and whole."""
 
-    json: str | None = None
-    record: str | None = None
-    html: str | None = None
-    write: str | None = None
+    command: str = ""
+    paths: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, OutputFile] = field(default_factory=lambda: {name: OutputFile(None) for name in _FILES})
+    asked: Asked = field(default_factory=Asked, init=False)
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "Outputs":
-        """What the command line asks for."""
-        return cls(**{one.name: getattr(options, one.name, None) for one in fields(cls)})
-
     @contextmanager
-    def open(self, command: str) -> Iterator["Opened"]:
-        """The files, opened before the work: a path that cannot be written costs nothing."""
+    def open(cls, command: str, paths: Mapping[str, str | None]) -> Iterator["Outputs"]:
+        """The files at ``paths``, opened before the work: a path that cannot be written costs nothing.
+
+        Some may be in the folder of ``artifacts``, which is made first, and goes where the command is refused.
+        """
+        folder = paths.get("artifacts")
         with ExitStack() as stack:
-            files = {name: stack.enter_context(OutputFile(path)) for name, path in asdict(self).items()}
-            yield Opened(command, files)
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Files by name that are open until the command ends; each is written once, and whole."""
-
-    command: str
-    files: Mapping[str, OutputFile]
-    asked: Asked = field(default_factory=Asked, init=False)
+            if folder is not None and not os.path.isdir(folder):
+                try:
+                    os.makedirs(folder, exist_ok=True)
+                except OSError as error:
+                    why = f"{error.strerror or error}; choose a new name in a writable folder"
+                    raise OutputError(f"cannot make the folder {folder}: {why}") from error
+                stack.push(partial(_take_back, folder))
+            files = {name: stack.enter_context(OutputFile(paths.get(name))) for name in _FILES}
+            yield cls(command, paths, files)
 
     def finish(
         self,
@@ -116,6 +119,13 @@ class Opened:
         if request is not None:
             raise request
         return status
+
+
+def _take_back(folder: str, kind: type[BaseException] | None, *_: object) -> None:
+    """Remove ``folder`` where the command was refused, unless something is in it."""
+    if kind is not None and issubclass(kind, ValueError):
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def document(

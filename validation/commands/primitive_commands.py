@@ -29,7 +29,6 @@ from pipeproof.wings.primitives import (
 from pipeproof.worlds.launcher import start_fork_server
 
 if TYPE_CHECKING:
-    from pipeproof.commands.campaign import Then
     from pipeproof.core.verdict import Verdict
     from pipeproof.worlds.world import World
 
@@ -56,12 +55,11 @@ def describe_primitives(text: str, outputs: Outputs) -> int:
     names = PRIMITIVES if text.strip().lower() == "all" else [name.strip() for name in text.split(",")]
     chosen = [PRIMITIVES[find_primitive(name, among=PRIMITIVES)] for name in names]
     known = figures()
-    with outputs.open("advise") as files:
-        for one in chosen:
-            Terminal().say("\n".join(describe(one, known[one.name], Terminal().width)) + "\n")
-        Terminal().detail(LEGEND)
-        data = [as_data(one, known[one.name]) for one in chosen]
-        return files.finish(0, primitives=data)
+    for one in chosen:
+        Terminal().say("\n".join(describe(one, known[one.name], Terminal().width)) + "\n")
+    Terminal().detail(LEGEND)
+    data = [as_data(one, known[one.name]) for one in chosen]
+    return outputs.finish(0, primitives=data)
 
 
 def validate_stacks(options: argparse.Namespace) -> int:
@@ -107,8 +105,8 @@ def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str)
     from pipeproof.commands.campaign import CaseRun, Setting, run_all
     from pipeproof.whitebox import WhiteBox
 
-    def judge(stack: Stack, world: "World", _: object) -> "tuple[Verdict, Then]":
-        return validate_stack(stack, WhiteBox(world)), lambda: None
+    def judge(stack: Stack, world: "World") -> "Verdict":
+        return validate_stack(stack, WhiteBox(world))
 
     def line(stack: Stack, verdict: "Verdict", width: int | None) -> str:
         cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]

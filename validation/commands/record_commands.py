@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeproof.commands.case_commands import Commands, own_step
 from pipeproof.commands.option_parser import UsageError, add, add_flag, refuse_unused, whole
-from pipeproof.commands.outputs import Outputs, add_file, add_outputs
+from pipeproof.commands.outputs import add_file, add_outputs
 from pipeproof.commands.own_step import add_step, is_step, step_of
 from pipeproof.commands.selection import add_config, config_of, tell_notes
 from pipeproof.commands.work import case_of
@@ -60,11 +60,11 @@ def _record(options: argparse.Namespace) -> int:
 
     refuse_unused(options, ["--ranks", "--microbatches"], "on a case, which says it")
     if options.config is None:
-        return record_case(Case.parse(" ".join(options.case)), options.record)
+        return record_case(Case.parse(" ".join(options.case)), options.record, options.outputs)
     config = config_of(options)
     case = case_of(config)
     tell_notes(config, case)
-    return record_case(case, options.record)
+    return record_case(case, options.record, options.outputs)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def _compare(options: argparse.Namespace) -> int:
     refuse_unused(options, ["--also", "--until"], "on records, which are files", where=not folders)
     refuse_unused(options, ["--why"], "on folders of runs", where=not files)
     if files:
-        return compare_files(*both, why=options.why, outputs=Outputs.of(options))
+        return compare_files(options)
     if options.until is not None:
         check_count("--until", options.until, least=0, most=MOST_ACTIONS)
-    return compare_folders(*both, also=options.also, until=options.until, outputs=Outputs.of(options))
+    return compare_folders(options)

@@ -40,7 +40,7 @@ from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeproof.pipeline.timeline import Times, simulate
 from pipeproof.reports.columns import Column, table
-from pipeproof.reports.drawings import Drawings, Paths
+from pipeproof.reports.drawings import check_drawings, draw_panels, draw_timelines
 from pipeproof.reports.panel import in_slots
 from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.terminal import Terminal
@@ -112,13 +112,14 @@ def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    paths, times = Paths(options.svg, options.png, options.trace), Times(*(options.times or ()))
+    outputs: Outputs = options.outputs
+    times = Times(*(options.times or ()))
     refuse_unused(options, _TIMED, "without --run", where=not options.real)
     if options.against is not None:
-        return _show_against(options, times, paths)
+        return _show_against(options, times, outputs)
     with Terminal().progress(f"show {options.schedule}"):
         found = _find_schedule(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
-        schedule = _lawful(found, paths)
+        schedule = _lawful(found, outputs)
     if options.real:
         if options.world == REAL:
             refuse_unused(options, ["--times"], "with --run, which measures times, unless --world is simulated")
@@ -127,19 +128,16 @@ def _show(options: argparse.Namespace) -> int:
         from pipeproof.commands.measure import show_measured
 
         name = options.schedule if is_csv(options.schedule) else schedule.name
-        return show_measured(case_of(options, name, found, options.model, "fp32"), paths, options)
-    with Outputs.of(options).open("show") as files:
-        with (
-            Terminal().progress(f"show {options.schedule}"),
-            Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings,
-        ):
-            timeline = simulate(schedule, times)
-            drawings.write({schedule.name: trace_of(timeline)})
-        Terminal().detail(draw_grid(schedule.name, timeline, Terminal().width))
-        Terminal().say(summarize(timeline, times))
-        names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
-        data = {name: getattr(timeline, name) for name in names}
-        return files.finish(0, schedule=schedule_data(schedule), timeline=data)
+        return show_measured(case_of(options, name, found, options.model, "fp32"), options)
+    check_drawings(outputs.paths, actions=sum(map(len, schedule.ranks)))
+    with Terminal().progress(f"show {options.schedule}"):
+        timeline = simulate(schedule, times)
+        draw_timelines(outputs.files, {schedule.name: trace_of(timeline)})
+    Terminal().detail(draw_grid(schedule.name, timeline, Terminal().width))
+    Terminal().say(summarize(timeline, times))
+    names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
+    data = {name: getattr(timeline, name) for name in names}
+    return outputs.finish(0, schedule=schedule_data(schedule), timeline=data)
 
 
 def _find_schedule(name: str, shape: Shape) -> Schedule | Program:
@@ -151,20 +149,20 @@ def _find_schedule(name: str, shape: Shape) -> Schedule | Program:
     return found
 
 
-def _lawful(found: Schedule | Program, paths: Paths) -> Schedule:
+def _lawful(found: Schedule | Program, outputs: Outputs) -> Schedule:
     """The schedule of ``found``. One that breaks a law is drawn, what is to blame in red, and then refused."""
     schedule = schedule_in(found)
     broken = of_program(found, laws=ANYWHERE) if isinstance(found, Program) else of_schedule(found)
     if not broken:
         return schedule
-    with Drawings(paths, actions=sum(map(len, found.ranks))) as files:
-        files.write_panels([in_slots(schedule.name, schedule, found.ranks, broken)])
-    no_trace = "\nno trace is written, for what breaks a law has no times" if paths.trace else ""
+    check_drawings(outputs.paths, actions=sum(map(len, found.ranks)))
+    draw_panels(outputs.files, [in_slots(schedule.name, schedule, found.ranks, broken)])
+    no_trace = "\nno trace is written, for what breaks a law has no times" if outputs.paths["trace"] else ""
     raise LawBroken(report(schedule.name, broken, found.ranks) + no_trace)
 
 
-def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> int:
-    """Both schedules simulated in one unit, after the files at ``paths`` are written."""
+def _show_against(options: argparse.Namespace, times: Times, outputs: Outputs) -> int:
+    """Both schedules simulated in one unit, after files are written."""
     if options.real:
         raise ValueError("--against with --run: expected one of the two, for a run is of one schedule")
     refuse_unused(options, ["--json"], "with --against")
@@ -179,11 +177,11 @@ def _show_against(options: argparse.Namespace, times: Times, paths: Paths) -> in
         for name, loops in zip(names, looped, strict=True):
             shape = Shape(ranks, microbatches, options.virtual if loops or not any(looped) else None)
             shape = Shape(options.ranks, options.microbatches) if is_csv(name) else shape
-            both.append(_lawful(_find_schedule(name, shape), paths))
+            both.append(_lawful(_find_schedule(name, shape), outputs))
         beside = SideBySide.of(both, times)
         actions = sum(len(timeline.schedule.columns) for timeline in beside.timelines.values())
-        with Drawings(paths, actions=actions) as files:
-            files.write(beside.traces, unit=beside.unit)
+        check_drawings(outputs.paths, actions=actions)
+        draw_timelines(outputs.files, beside.traces, unit=beside.unit)
     for name, timeline in beside.timelines.items():
         Terminal().detail(f"{draw_grid(name, timeline, Terminal().width)}\n")
     Terminal().say(beside.text(Terminal().width))
@@ -195,13 +193,13 @@ def _plan(options: argparse.Namespace) -> int:
         raise CaseError(f"--costs {options.costs[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
     job = (options.ranks, options.microbatches, options.memory, options.times)
     needs = Needs(*job, options.costs, options.weight_memory, options.activations, options.weights)
-    with Outputs.of(options).open("plan") as files:
-        with Terminal().progress("plan") as show_progress:
-            found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
-        Terminal().detail(table(PLAN_COLUMNS, list(map(row, found)), Terminal().width))
-        Terminal().say(trade(found))
-        status = 0 if any(not option.fails for option in found) else WRONG
-        return files.finish(status, options=[asdict(option) for option in found], advice=trade(found))
+    with Terminal().progress("plan") as show_progress:
+        found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
+    Terminal().detail(table(PLAN_COLUMNS, list(map(row, found)), Terminal().width))
+    Terminal().say(trade(found))
+    status = 0 if any(not option.fails for option in found) else WRONG
+    outputs: Outputs = options.outputs
+    return outputs.finish(status, options=[asdict(option) for option in found], advice=trade(found))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -211,21 +209,21 @@ def _check(options: argparse.Namespace) -> int:
         is_file = options.mesh.lower().endswith(".json")
         around = read_mesh(options.mesh) if is_file else mesh_of(read_axes(options.mesh))
     found, traces = list[Checked](), all(map(is_trace, options.file))
-    with Outputs.of(options).open("check") as files:
-        with Terminal().progress(f"check {', '.join(options.file)}"):
-            for made, groups in (_of_traces if traces else _of_plan)(options, around):
-                schedule, copies, mesh = schedule_in(made), [Tied(stages) for stages in options.tied], None
-                if around is not None or copies:
-                    whole_mesh = around or mesh_of({PIPELINE: schedule.n_ranks})
-                    mesh = whole_mesh.mesh(schedule, known=groups).with_tied(copies, schedule)
-                found.append(check_laws(made, symbolic=options.symbolic, mesh=mesh, ran=traces))
-        for one in found:
-            *details, last = str(one).splitlines()
-            for text in details:
-                Terminal().tell(text, passed=not one.wrong)
-            Terminal().say(last)
-        worst = next((one for one in found if one.wrong), found[-1])
-        return files.finish(WRONG if worst.wrong else 0, schedule=schedule_data(worst.schedule), **worst.data())
+    with Terminal().progress(f"check {', '.join(options.file)}"):
+        for made, groups in (_of_traces if traces else _of_plan)(options, around):
+            schedule, copies, mesh = schedule_in(made), [Tied(stages) for stages in options.tied], None
+            if around is not None or copies:
+                whole_mesh = around or mesh_of({PIPELINE: schedule.n_ranks})
+                mesh = whole_mesh.mesh(schedule, known=groups).with_tied(copies, schedule)
+            found.append(check_laws(made, symbolic=options.symbolic, mesh=mesh, ran=traces))
+    for one in found:
+        *details, last = str(one).splitlines()
+        for text in details:
+            Terminal().tell(text, passed=not one.wrong)
+        Terminal().say(last)
+    worst = next((one for one in found if one.wrong), found[-1])
+    outputs: Outputs = options.outputs
+    return outputs.finish(WRONG if worst.wrong else 0, schedule=schedule_data(worst.schedule), **worst.data())
 
 
 Made = tuple[Schedule | Program, Mapping[str, Groups]]  # and what is known of the groups of ranks around it

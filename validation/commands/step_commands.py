@@ -8,7 +8,6 @@ from typing import Any
 from pipeproof.commands.campaign import CaseRun, Setting, run_all
 from pipeproof.commands.ending import NO_VERDICT, WRONG
 from pipeproof.commands.option_parser import UsageError
-from pipeproof.commands.outputs import Opened
 from pipeproof.commands.own_step import OwnStep
 from pipeproof.core.contract import DEFAULTS
 from pipeproof.core.verdict import Verdict
@@ -32,11 +31,7 @@ COLUMNS = (
 
 def validate_step(step: OwnStep, setting: Setting) -> int:
     """Validate one; returns the exit status."""
-    given = step.load()
-
-    def judge(world: World, _: Opened) -> tuple[Verdict, Callable[[], None]]:
-        return judge_step(step, given, world, setting), lambda: None
-
+    judge = partial(judge_step, step, step.load(), setting=setting)
     run = CaseRun(step.name, step.processes, judge, partial(line, step))
     return run_all([run], setting, columns=COLUMNS)
 
@@ -82,7 +77,7 @@ def mutate_own(step: OwnStep, setting: Setting, *, only: Sequence[str]) -> int:
     from pipeproof.wings.mutate import Mutated, choose, mutate_step
 
     terminal, given, names = Terminal(), step.load(), choose(only)
-    with setting.outputs.open("mutate") as files, setting.world() as world:
+    with setting.world() as world:
 
         def judge(planted: Callable[..., Any]) -> Verdict:
             return judge_step(step, given | {"step": planted}, world, setting)
@@ -92,9 +87,9 @@ def mutate_own(step: OwnStep, setting: Setting, *, only: Sequence[str]) -> int:
         if plain.outcome != "pass":
             terminal.say("no fault is planted, for the step is no pass without one:")
             terminal.verdict(plain)
-            return files.finish(plain.exit_status, [plain], tried=[])
+            return setting.outputs.finish(plain.exit_status, [plain], tried=[])
         tried = list[Any]()
-        with files.asked, terminal.progress("faults") as show:
+        with setting.outputs.asked, terminal.progress("faults") as show:
             for one in mutate_step(given["step"], judge, ranks=step.processes, only=names):
                 tried.append(one)
                 show(f"{len(tried)} faults, the last {one.name}: {one.outcome}")
@@ -102,7 +97,7 @@ def mutate_own(step: OwnStep, setting: Setting, *, only: Sequence[str]) -> int:
         terminal.say(str(Mutated(tuple(tried))) if tried else "no fault was planted")
         doubt = "not judged" in outcomes or "caught" not in outcomes
         status = WRONG if "let pass" in outcomes else NO_VERDICT if doubt else 0
-        return files.finish(status, tried=[asdict(one) for one in tried])
+        return setting.outputs.finish(status, tried=[asdict(one) for one in tried])
 
 
 def fuzz_own(step: OwnStep, setting: Setting, **words: Any) -> int:
@@ -121,8 +116,7 @@ def fuzz_own(step: OwnStep, setting: Setting, **words: Any) -> int:
         )
     given, data = step.load(), drawn.pop("data")
     kept = {key: given[key] for key in ("loss_fn", "optimizer") if key in given}
-    command = "replay" if setting.explain else "fuzz"
-    with setting.outputs.open(command) as files, setting.world() as world:
+    with setting.world() as world:
         judge = partial(WhiteBox(world).validate, **kept)
         contract = given.get("contract", DEFAULTS)
         subject = Subject(
@@ -137,4 +131,4 @@ def fuzz_own(step: OwnStep, setting: Setting, **words: Any) -> int:
         Terminal().say(str(found))
         status = 0 if found else found.verdict.exit_status or NO_VERDICT
         verdicts = [] if found and not setting.explain else [found.verdict]
-        return files.finish(status, verdicts, **{name: one for name, one in words.items() if name == "seed"})
+        return setting.outputs.finish(status, verdicts, **{name: one for name, one in words.items() if name == "seed"})

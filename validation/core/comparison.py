@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from pipeproof.core.limits import precision_of
 from pipeproof.core.observe.elements import all_finite, any_nan, any_nonzero
 from pipeproof.core.observe.observed import Claim
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import Floor, same_bits, stands_for_none, update_floor
+from pipeproof.core.tolerance import Floor, default_floor, same_bits, stands_for_none, update_floor
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.reference.step import Expected, Gradient, Site
@@ -59,23 +58,31 @@ def expect_operation(expected: Expected) -> ExpectedOperation:
     )
 
 
-class Allowed(Protocol):
-    """Rounding floors per value, measured only where bits differ."""
+@dataclass(frozen=True)
+class Allowed:
+    """Rounding floors per value: ``floor`` for all, unless a subclass measures more, where bits differ."""
+
+    floor: Floor = field(default_factory=default_floor, kw_only=True)
 
     def loss(self, microbatch: int) -> Floor:
         """Floor for a microbatch's loss."""
+        return self.total()
 
     def total(self) -> Floor:
         """Floor for the step's total."""
+        return self.floor
 
     def norm(self) -> Floor:
         """Floor for the gradient norm."""
+        return self.total()
 
     def gradient(self, name: str) -> Floor:
         """Floor for a gradient."""
+        return self.total()
 
     def update(self, name: str) -> Floor:
         """Floor for a parameter's movement, storage rounding excluded."""
+        return self.gradient(name)
 
 
 _STILL = "vanish in rounding, by a rate of 0, or in the optimizer"
@@ -100,11 +107,14 @@ class Comparison:
     _losses: dict[int, float] = field(default_factory=dict, init=False)  # reported losses, by microbatch
 
     def count_holders(
-        self, name: str, count: int, *, expected: int, stage: int | None = None, rank: int | None = None
+        self, names: Collection[str], counts: Mapping[str, int], places: Mapping[str, Sequence[tuple[int, int]]]
     ) -> None:
-        """Check how many places hold a parameter."""
-        place = self._at("parameters-once", parameter=name, stage=stage, rank=rank)
-        self.ledger.hold(place, count == expected, count, expected, what="held")
+        """Check, by ``counts``, that one place holds each of ``names``, and none another. places: ranks and stages."""
+        for name in dict.fromkeys([*names, *counts]):
+            rank, stage = next(iter(places.get(name, ())), (None, None))
+            place = self._at("parameters-once", parameter=name, stage=stage, rank=rank)
+            count, expected = counts.get(name, 0), int(name in names)
+            self.ledger.hold(place, count == expected, count, expected, what="held")
 
     def losses(
         self,
@@ -213,7 +223,7 @@ class Comparison:
         """Compare a parameter before the operation."""
         place = self._at("initial-weights", parameter=name, rank=rank, stage=stage)
         wanted = self.expected.before[name]
-        self.ledger.tensors(place, observed.detach(), wanted, partial(_exact, wanted))
+        self.ledger.tensors(place, observed.detach(), wanted, partial(exact, wanted))
 
     def buffer(self, name: str, observed: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """Compare a buffer after the operation. None: absent on all ranks."""
@@ -222,7 +232,7 @@ class Comparison:
         if observed is None or wanted is None:
             self.ledger.hold(place, False, observed is not None, wanted is not None, what="buffer")
         else:
-            self.ledger.tensors(place, observed.detach(), wanted, partial(_exact, wanted))
+            self.ledger.tensors(place, observed.detach(), wanted, partial(exact, wanted))
 
     def outputs(
         self,
@@ -315,6 +325,6 @@ def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] =
 _NOTHING = "there is nothing to compare with"
 
 
-def _exact(wanted: Tensor) -> Floor:
+def exact(wanted: Tensor) -> Floor:
     """Return a zero floor, for copies and fixed-order results."""
     return Floor(0.0, 0.0, 0.0, precision_of(wanted.dtype))

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from pipeproof.core.comparison import Comparison, expect_operation, hold_claim, leave_out, tell_of_unmoved
+from pipeproof.core.comparison import Allowed, Comparison, expect_operation, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.core.execution import Execution, where_of
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import NOWHERE, Heading, Ledger
@@ -23,7 +23,7 @@ from pipeproof.core.observe.observed import Observed
 from pipeproof.core.oracle import Answer, Requirements
 from pipeproof.core.reason import Reason
 from pipeproof.core.routes import judge_routes
-from pipeproof.core.tolerance import error, is_rounded_to, same_bits
+from pipeproof.core.tolerance import Floor, error, is_rounded_to, same_bits
 from pipeproof.core.verdict import Crash, Tier, Verdict, overall
 from pipeproof.reference.step import Expected, Site
 
@@ -125,8 +125,9 @@ class Judge:
         backward = self._required.plan[number] != "eval"
         answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
         expected, wide = answer.expected, self._wide(number, answer)
-        sites = {site[1]: site for site in expected.gradients}
-        allowed = MeasuredFloors(answer.floors, self._required.oracle.precision, sites, wide)
+        allowed = Allowed(floor=Floor(0.0, 0.0, 0.0, self._required.oracle.precision))
+        if answer.floors is not None:
+            allowed = MeasuredFloors(answer.floors, {site[1]: site for site in expected.gradients}, wide)
         operation = expect_operation(expected)
         loss = operation.loss if self._required.every_rank else expected.loss
         operation = replace(operation, gradients={**operation.gradients, **wide}, loss=loss)

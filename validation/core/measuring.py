@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeproof.core.comparison import Allowed, exact
 from pipeproof.core.floors import Floors
-from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.measured import Done, Ran, Sight
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Observed
@@ -95,36 +95,27 @@ def is_wider(observed: Tensor, expected: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class MeasuredFloors:
+class MeasuredFloors(Allowed):
     """Rounding allowances for a comparison, from a training step's floors.
 
     wide: gradients summed in a wider type.
     """
 
-    floors: Floors | None
-    precision: Precision
+    floors: Floors
     sites: Mapping[str, Site]
     wide: Mapping[str, Tensor]
 
     def loss(self, microbatch: int) -> Floor:
-        return self._least if self.floors is None else self.floors.loss(microbatch)
+        return self.floors.loss(microbatch)
 
     def total(self) -> Floor:
-        return self._least if self.floors is None else self.floors.total()
+        return self.floors.total()
 
     def norm(self) -> Floor:
-        return self._least if self.floors is None else self.floors.norm()
+        return self.floors.norm()
 
     def gradient(self, name: str) -> Floor:
-        if name in self.wide:
-            return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
-        return self._least if self.floors is None else self.floors.gradient_by_microbatch(self.sites[name])
-
-    @property
-    def _least(self) -> Floor:
-        return Floor(0.0, 0.0, 0.0, self.precision)
+        return exact(self.wide[name]) if name in self.wide else self.floors.gradient_by_microbatch(self.sites[name])
 
     def update(self, name: str) -> Floor:
-        if name in self.wide or self.floors is None:
-            return self.gradient(name)
-        return self.floors.update(self.sites[name])
+        return exact(self.wide[name]) if name in self.wide else self.floors.update(self.sites[name])

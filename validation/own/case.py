@@ -87,7 +87,12 @@ class Case:
         elif self.own is None:
             object.__setattr__(self, "own", own_schedule(self.schedule))
         if self.own is not None:
-            self._agree()
+            found = self.built.n_ranks, self.built.n_stages, self.built.microbatches, most_stages(self.own)
+            said = self.ranks, self.stages, self.microbatches, self.virtual
+            if found != said:
+                numbers = "{} ranks, {} stages, {} microbatches and up to {} stages on a rank"
+                texts = (numbers.format(*shape) for shape in (found, said))
+                raise CaseError(f"{self.schedule} has {', not '.join(texts)}")
         by_sizes(sum(self.split), self.built.n_stages, self.split)
         choices = (
             ("model", self.model, MODELS),
@@ -123,16 +128,6 @@ class Case:
     def sizes_differ(self) -> bool:
         """True if microbatches differ in shape; text with fewer counted targets does not."""
         return self.ragged or (self.unequal and not self.model.startswith("gpt"))
-
-    def _agree(self) -> None:
-        """Raise unless the case's numbers match its file."""
-        schedule = self.built
-        found = schedule.n_ranks, schedule.n_stages, schedule.microbatches, most_stages(schedule)
-        said = self.ranks, self.stages, self.microbatches, self.virtual
-        if found != said:
-            numbers = "{} ranks, {} stages, {} microbatches and up to {} stages on a rank"
-            texts = (numbers.format(*shape) for shape in (found, said))
-            raise CaseError(f"{self.schedule} has {', not '.join(texts)}")
 
     @cached_property
     def built(self) -> Schedule:

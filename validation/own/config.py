@@ -83,7 +83,16 @@ def read_config(path: str) -> Config:
         raise CaseError(
             f"{path} is a config of version {json.dumps(found)}: this pipeproof reads version {VERSION}; write it again"
         )
-    _check_types(data, path)
+    known = {name: one.type for name, one in config_fields().items()}
+    known |= {name: type(default) for name, default in LAYOUT.items()} | dict.fromkeys(versions(), str)
+    for name, value in data.items():
+        if name not in known:
+            raise CaseError(f"{path} has {name!r}, which no config has: {list_known(name, list(known))}")
+        if not _is(value, known[name]):
+            raise CaseError(f"{path}: {name} is {json.dumps(value)}: expected {_TYPES[known[name]]}")
+    required = [name for name, one in config_fields().items() if one.default is MISSING]
+    if lost := next((name for name in required if name not in data), None):
+        raise CaseError(f"{path} has no {lost}: a config has {', '.join(required)} at least; add it")
     for name, least in _LEAST.items():
         most = _MOST_ZERO if name == "zero" else _MOST
         check_count(f"{path}: {name}", data.get(name, least), least=least, most=most)
@@ -100,20 +109,6 @@ def read_config(path: str) -> Config:
         over = f"ep {ep} does not divide dp * cp {dp * cp}"
         raise CaseError(f"{path}: {over}: experts are spread over these ranks; use a divisor")
     return config
-
-
-def _check_types(data: Mapping[str, Any], path: str) -> None:
-    """Raise ``CaseError`` for missing, unknown or mistyped entries."""
-    known = {name: one.type for name, one in config_fields().items()}
-    known |= {name: type(default) for name, default in LAYOUT.items()} | dict.fromkeys(versions(), str)
-    for name, value in data.items():
-        if name not in known:
-            raise CaseError(f"{path} has {name!r}, which no config has: {list_known(name, list(known))}")
-        if not _is(value, known[name]):
-            raise CaseError(f"{path}: {name} is {json.dumps(value)}: expected {_TYPES[known[name]]}")
-    required = [name for name, one in config_fields().items() if one.default is MISSING]
-    if lost := next((name for name in required if name not in data), None):
-        raise CaseError(f"{path} has no {lost}: a config has {', '.join(required)} at least; add it")
 
 
 def _is(value: object, kind: object) -> bool:

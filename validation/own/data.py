@@ -11,9 +11,9 @@ _CLIPPED = {"frozen": 0.01, "twice": 0.03}
 _ROOM = 1e6  # a norm far above any step's
 
 
-def data_for(case: Case, operation: int) -> list[Batch]:
-    """Return microbatches for a planned operation; each differs, so that stale ones show."""
-    shapes = Shapes(ragged=case.ragged, unequal=case.unequal)
+def data_for(case: Case, operation: int, **sizes: int) -> list[Batch]:
+    """Return microbatches for a planned operation; each differs, so that stale ones show. ``sizes``: of ``Shapes``."""
+    shapes = Shapes(**sizes, ragged=case.ragged, unequal=case.unequal)
     count = case.microbatches * case.replicas
     batches = microbatches(case.model, count=count, shapes=shapes, seed=case.seed * 1000 + operation)
     return [batch.cast(DTYPES[case.dtype]) for batch in batches]

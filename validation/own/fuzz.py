@@ -19,7 +19,7 @@ from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.accelerator import CPU
-from pipeproof.worlds.draws import CampaignEnd, draw
+from pipeproof.worlds.draws import draw
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import Decision, World
 
@@ -231,7 +231,7 @@ def fuzz(
     drawn: st.SearchStrategy[Any] = st.tuples(every, st.none())
     if deciding is not None:
         drawn = every.flatmap(partial(decide, deciding=deciding))
-    if draw(drawn, attempt, budget=tally.part or tally.budget, seed_=seed_) is CampaignEnd.FAILED:
+    if draw(drawn, attempt, budget=tally.part or tally.budget, seed_=seed_):
         return tally.failures[-1]  # Hypothesis runs the smallest once more at the end
     again = len({found.case for found in tally.failures}) < len(tally.failures)
     return tally.smallest and replace(tally.smallest, repeated=again)

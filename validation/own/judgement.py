@@ -18,16 +18,6 @@ from pipeproof.worlds.accelerator import deterministic, first_of
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """Judge a case's results. ``measure``: measure floors for the report even where all bits agree."""
     deterministic(case.device)
-    return judge_observed(requirements_of(case), observed, measure=measure)
-
-
-def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
-    """Add causes, likeliest first; none if evidence decides nothing."""
-    return diagnose_run(setup_of(case), observed, verdict)
-
-
-def requirements_of(case: Case) -> Requirements:
-    """Return a case's requirements: reference, and laws outside its plan."""
     device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
@@ -38,7 +28,7 @@ def requirements_of(case: Case) -> Requirements:
         max_norm=lambda number: max_norm_of(case, number),
     )
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
-    return Requirements(
+    requirements = Requirements(
         config=str(case),
         laws=laws,
         plan=case.plan,
@@ -48,6 +38,12 @@ def requirements_of(case: Case) -> Requirements:
         tied=copies_apart(model, owner),
         bindings=case.bindings,
     )
+    return judge_observed(requirements, observed, measure=measure)
+
+
+def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
+    """Add causes, likeliest first; none if evidence decides nothing."""
+    return diagnose_run(setup_of(case), observed, verdict)
 
 
 def setup_of(case: Case) -> Setup:

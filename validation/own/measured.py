@@ -3,27 +3,23 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from pipeproof.core.observe.wrappers import AroundStage
 from pipeproof.own.case import Case
+from pipeproof.own.data import data_for
 from pipeproof.own.observe import assemble
 from pipeproof.pipeline.action import Action, Kind
-from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.costs import costs_of, predict
-from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.stage import Stage
 from pipeproof.pipeline.timeline import Times
 from pipeproof.pipeline.trace import Trace
-from pipeproof.reference.data import Shapes, microbatches
-from pipeproof.reference.model import DTYPES
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
 # Steps before the timed ones: links learn shapes, allocators warm up.
 _WARM_UP = 2
-
-
-# As long as the models' context admits, so that there is something to compute.
-_SHAPES = Shapes(rows=8, tokens=64)
 
 
 @dataclass(frozen=True)
@@ -52,31 +48,24 @@ def measure(case: Case, world: World, *, steps: int, times: Times | None = None)
     return Measured(tuple(first))
 
 
-class _Sleeping(AroundStage):
-    """A stage whose actions take some time more."""
+_ACTIONS = {
+    "forward": Kind.FORWARD,
+    "backward": Kind.BACKWARD,
+    "backward_input": Kind.BACKWARD_INPUT,
+    "backward_weight": Kind.BACKWARD_WEIGHT,
+}
 
-    def __init__(self, inner: Stage, times: Times) -> None:
-        super().__init__(inner)
-        self._times = times
 
-    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        self._sleep(Kind.FORWARD, microbatch)
-        return self.inner.forward(microbatch, inputs, goal)
+def _slowed(stage: Stage, times: Times) -> Stage:
+    """``stage``, whose actions take some time more."""
 
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._sleep(Kind.BACKWARD, microbatch)
-        return self.inner.backward(microbatch, gradients)
+    def act(name: str, microbatch: int, *given: object) -> Any:
+        time.sleep(times(Action(stage.index, _ACTIONS[name], microbatch)))
+        return getattr(stage, name)(microbatch, *given)
 
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._sleep(Kind.BACKWARD_INPUT, microbatch)
-        return self.inner.backward_input(microbatch, gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._sleep(Kind.BACKWARD_WEIGHT, microbatch)
-        self.inner.backward_weight(microbatch)
-
-    def _sleep(self, kind: Kind, microbatch: int) -> None:
-        time.sleep(self._times(Action(self.index, kind, microbatch)))
+    slow = AroundStage(stage)
+    vars(slow).update({name: partial(act, name) for name in _ACTIONS})
+    return slow
 
 
 def measure_rank(context: RankContext, case: Case, steps: int, times: Times | None = None) -> Sequence[Trace]:
@@ -84,13 +73,11 @@ def measure_rank(context: RankContext, case: Case, steps: int, times: Times | No
     _, schedule = assemble(context, case)
     if times is not None:
         schedule = schedule.wrap(
-            lambda parts: replace(parts, stages=tuple(_Sleeping(stage, times) for stage in parts.stages))
+            lambda parts: replace(parts, stages=tuple(_slowed(stage, times) for stage in parts.stages))
         )
-    batches = microbatches(case.model, count=case.microbatches, shapes=_SHAPES, seed=case.seed)
-    pairs = [
-        (batch.inputs, batch.target)
-        for batch in (batch.cast(DTYPES[case.dtype]).to(context.device) for batch in batches)
-    ]
+    # As long as the models' context admits, so that there is something to compute.
+    batches = [batch.to(context.device) for batch in data_for(case, 0, rows=8, tokens=64)]
+    pairs = [(batch.inputs, batch.target) for batch in batches]
     traces = []
     for step in range(_WARM_UP + steps):
         schedule.train_step(pairs)

@@ -21,7 +21,7 @@ from pipeproof.own.case import Case
 from pipeproof.own.data import data_for, max_norm_of, model_for
 from pipeproof.own.faults import files_behind, read, specimen
 from pipeproof.own.runtimes import OWN
-from pipeproof.own.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.own.stages import Slice, buffers_of, gradients_of, layers_of, parameters_of, tied_across
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.boundary import Tensors
 from pipeproof.pipeline.gradients import GradientWork
@@ -132,8 +132,8 @@ def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]
     """Build the whole model, and this rank's end of the pipeline."""
     deterministic(context.device)
     model = model_for(case)
-    own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
-    modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
+    own, layers = case.built.stages_of(context.rank), layers_of(case.split)
+    modules: dict[int, nn.Module] = {stage: Slice(model, layers[stage]).to(context.device) for stage in own}
     recipe = Recipe(loss=case.loss)
     loss_fn, _ = objective(model, data_for(case, 0), recipe)
     trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]

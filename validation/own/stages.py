@@ -4,7 +4,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
 from pipeproof.core.observe.recording import Site
@@ -88,8 +87,3 @@ def _name_parameters(modules: Mapping[int, nn.Module]) -> list[tuple[Site, nn.Pa
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def on_device(model: Model, layers: range, device: str) -> Slice:
-    """Build a stage module from ``layers`` on ``device``."""
-    return Slice(model, layers).to(torch.device(device))

@@ -75,12 +75,6 @@ class Running:
     modules: Sequence[nn.Module]
     step: Callable[[], Sequence[float]]
 
-    @property
-    def others(self) -> int:
-        """Bytes of model parameters that belong to other ranks alone."""
-        own = {id(parameter) for module in self.modules for parameter in module.parameters()}
-        return sum(one.numel() * one.element_size() for one in self.model.parameters() if id(one) not in own)
-
 
 Setup = Callable[[], Running]  # builds model and step; microbatches exist already
 
@@ -97,7 +91,9 @@ def take_turn(context: RankContext, prepare: Callable[[RankContext], Setup], cou
             running = ready_rank()
             found.mark()
             counted_losses = running.step()
-        return Turn((), tuple(counted_losses), found.most - running.others)
+        own = {id(one) for module in running.modules for one in module.parameters()}
+        others = sum(one.nbytes for one in running.model.parameters() if id(one) not in own)  # of other ranks alone
+        return Turn((), tuple(counted_losses), found.most - others)
     running = ready_rank()
     running.step()
     seconds, losses = list[float](), list[float]()

@@ -18,7 +18,7 @@ from pipeproof.core.observe.posted_messages import note_messages
 from pipeproof.own.case import Case
 from pipeproof.own.data import data_for, max_norm_of, model_for
 from pipeproof.own.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
-from pipeproof.own.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.own.stages import Slice, buffers_of, gradients_of, layers_of, parameters_of, tied_across
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.data import Batch
 from pipeproof.reference.model import Model
@@ -153,8 +153,8 @@ def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int
 
     A parameter tied between two of them is one object, as in user models.
     """
-    own = case.built.stages_of(place)
-    modules: dict[int, nn.Module] = {stage: on_device(model, layers_of(case.split)[stage], device) for stage in own}
+    own, layers = case.built.stages_of(place), layers_of(case.split)
+    modules: dict[int, nn.Module] = {stage: Slice(model, layers[stage]).to(device) for stage in own}
     for copies in tied_across(model, case.split):
         (first, shared), *others = sorted(copies.items())
         for stage, name in others if copies.keys() <= modules.keys() else ():

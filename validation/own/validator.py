@@ -29,9 +29,7 @@ def validate(case: Case, world: World, *, measure: bool = False, explain: bool =
     all boundary tensors recorded, and name the cause. Raises the world's errors if there is nothing to judge:
     ``RankFailed`` for a rank that raised, died or hung, ``NeedsMoreRanks`` for too small a world.
     """
-    began = perf_counter()
-    verdict, observed = run_case(case, world, measure=measure, explain=explain)
-    return verdict if observed is None else replace(verdict, seconds=perf_counter() - began)
+    return run_case(case, world, measure=measure, explain=explain)[0]
 
 
 def run_case(
@@ -40,11 +38,12 @@ def run_case(
     """The verdict of ``validate``, and what ranks gave; None where static laws refuse the case, and nothing ran."""
     if (refused := refusal(case)) is not None:
         return refused, None
+    began = perf_counter()
     observed = observe(case, world)
     verdict = judge(case, observed, measure=measure)
     if explain and verdict.outcome == "fail":
         verdict = explain_case(case, world, observed, verdict)
-    return verdict, observed
+    return replace(verdict, seconds=perf_counter() - began), observed
 
 
 def explain_case(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
@@ -69,11 +68,17 @@ def _explain(case: Case, world: World, observed: Observed, verdict: Verdict) -> 
     return diagnose(case, recorded, verdict)
 
 
-def crash_verdict(case: Case, failure: RankFailed | None) -> Verdict:
+def run_to_end(case: Case, world: World, **how: bool) -> tuple[Verdict, Observed | None]:
+    """As ``run_case``; where ranks fail, their crash is the verdict."""
+    try:
+        return run_case(case, world, **how)
+    except RankFailed as failure:
+        return crash_verdict(case, failure), None
+
+
+def crash_verdict(case: Case, failure: RankFailed) -> Verdict:
     """Return the verdict for ranks that raised, died or hung: unknown, without any observed wrong answer."""
     blank = Verdict(str(case), "unknown", "none", (), bindings=case.bindings)
-    if failure is None:
-        return blank
     if isinstance(failure.cause, Race):
         return of_failure(blank, failure)
     culprit = failure.reports[failure.culprit]
@@ -125,8 +130,5 @@ def narrow(case: Case, world: World) -> None:
 
 
 def _ending(case: Case, world: World) -> tuple[str, ...]:
-    try:
-        verdict = validate(case, world, explain=False)
-    except RankFailed as failure:
-        verdict = crash_verdict(case, failure)
+    verdict, _ = run_to_end(case, world, explain=False)
     return verdict.outcome, verdict.ended, *(cause.kind for cause in verdict.causes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -207,6 +209,11 @@ class CheckedStep(ABC):
                 digests = None if self._given is None else microbatch_digests(self._given)
                 places, shards = self._own.places, self._own.shards
         return self._gather(Arrival(places, digests, self._why, shards), "the beginning of the checked step")
+
+    def _timed(self, verdict: Verdict) -> Verdict:
+        """Return ``verdict`` with the line to run the step again, and how long the check took."""
+        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
+        return replace(verdict, rerun=rerun, seconds=perf_counter() - self._began)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._bound_s)

@@ -137,7 +137,8 @@ def evidence_of(verdict: Verdict, expected: Record, observed: Record) -> Evidenc
 def _compare(ledger: Ledger, expected: Record, observed: Record, number: int) -> None:
     reference, one = expected.operations[number], observed.operations[number]
     at = against(reference, ledger, number=number)
-    places = {name: found[0] for name, found in (observed.places or expected.places).items() if found}
+    holders = observed.places or expected.places
+    places = {name: found[0] for name, found in holders.items() if found}
     where = {name: Where(rank=rank, stage=stage) for name, (rank, stage) in places.items()}
     trained = one.operation == "train"
     if trained:
@@ -145,9 +146,7 @@ def _compare(ledger: Ledger, expected: Record, observed: Record, number: int) ->
         counts = {name: 1 if observed.framework else len(found) for name, found in observed.places.items()}
         if not observed.framework and not counts:
             counts = dict.fromkeys([*one.before, *one.gradients], 1)
-        known = dict.fromkeys([*reference.before, *reference.gradients])
-        for name in dict.fromkeys([*known, *counts]):
-            at.count_holders(name, counts.get(name, 0), expected=int(name in known), **where.get(name, {}))
+        at.count_holders(dict.fromkeys([*reference.before, *reference.gradients]), counts, holders)
     at.losses(one.losses)
     if one.loss is not None:
         at.loss(one.loss)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.core.comparison import Comparison, ExpectedOperation, expect_operation
+from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation, expect_operation
 from pipeproof.core.floors import Floors
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import Precision, precision_among, precision_of
@@ -21,7 +21,7 @@ from pipeproof.core.nudged import Nudged
 from pipeproof.core.observe.elements import bits
 from pipeproof.core.observe.recording import Gradients
 from pipeproof.core.observe.shards import Shard
-from pipeproof.core.tolerance import Floor, error, same_bits
+from pipeproof.core.tolerance import Floor, default_floor, error, same_bits
 from pipeproof.pipeline.mesh import AXES
 from pipeproof.reference.step import Expected
 
@@ -261,7 +261,7 @@ def against(expected: RecordedOperation, ledger: Ledger, *, number: int = 0) -> 
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(Allowed):
     """Recorded rounding floors of an operation.
 
     Without measured floors a little is rounding, much is wrong, and anything between is unknown.
@@ -279,28 +279,22 @@ class Recorded:
         return precision_among(tensor for tensor in found if tensor is not None)
 
     def loss(self, microbatch: int) -> Floor:
-        """A microbatch loss's floor."""
         floors = self.expected.floors
         return self.total() if floors is None else floors.losses[microbatch]
 
-    def total(self) -> Floor:
-        """Floor of the operation's total loss, never measured."""
-        return Floor(0.0, 0.0, 4 * self.precision.most, self.precision)
+    def total(self) -> Floor:  # never measured
+        return default_floor(self.precision)
 
     def norm(self) -> Floor:
-        """The gradient norm's floor."""
         return self.total() if self.expected.floors is None else self.expected.floors.norm
 
     def gradient(self, name: str) -> Floor:
-        """A gradient's floor."""
         if self.expected.floors is not None:
             return self.expected.floors.gradients[name]
         gradient = self.expected.gradients.get(name)
-        precision = self.precision if gradient is None else precision_of(gradient.dtype)
-        return Floor(0.0, 0.0, 4 * precision.most, precision)
+        return self.total() if gradient is None else default_floor(precision_of(gradient.dtype))
 
     def update(self, name: str) -> Floor:
-        """A parameter movement's floor."""
         floors, floor = self.expected.floors, replace(self.gradient(name), sums=None)
         return replace(floor, fault=2 * _LOST) if floors is None else floors.updates.get(name, floor)
 

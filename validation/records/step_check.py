@@ -6,14 +6,10 @@ The exchange takes more: the store has all weights during the build of a referen
 other ranks judge, until the end. All ranks join their verdicts there, and have the same.
 """
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -205,8 +201,7 @@ class StepCheck(CheckedStep):
             verdict = judge_parts(parts, self._record, self._number, replicas=self._run.count)
         else:
             verdict = not_compared(obstacle, ended)
-        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
-        return self._explain(replace(verdict, rerun=rerun, seconds=perf_counter() - self._began), parts)
+        return self._explain(self._timed(verdict), parts)
 
     def _settle(self, parts: Sequence[StepPart]) -> Sequence[StepPart]:
         """Measure floors, finish all comparisons, and return the new parts: every rank calls this."""
@@ -293,15 +288,13 @@ class StepCheck(CheckedStep):
         counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
         several = max(counts.values(), default=0) > 1
         copies = self._beside.repeated_parameters() if several and self._beside is not None else None
-        for name in dict.fromkeys([*names, *counts]):
-            count, wanted = counts.get(name, 0), int(name in names)
-            if count > 1 and wanted and copies is None:
-                why = f"{name} is in {count} stages: as copies of one weight, or by a mistake"
+        for name in [name for name in names if counts.get(name, 0) > 1]:
+            if copies is None:
+                why = f"{name} is in {counts[name]} stages: as copies of one weight, or by a mistake"
                 text = f"{why}; the model beside the job would tell"
                 self._ledger.doubt("parameters-once", text, Reason.EQUAL_WEIGHTS)
-            count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
-            rank, stage = next(iter(self._places.get(name, ())), (None, None))
-            at.count_holders(name, count, expected=wanted, rank=rank, stage=stage)
+            counts |= {name: 1} if copies is None or name in copies else {}
+        at.count_holders(names, counts, self._places)
 
     def _explain(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
         """Add causes to ``verdict``, given a mismatch: all ranks share the parts."""

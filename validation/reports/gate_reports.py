@@ -1,4 +1,4 @@
-"""A gate's results, exit status, and reports: JUnit, Markdown, GitHub annotations."""
+"""Cases with their verdicts, a gate's exit status, and its reports: JUnit, Markdown, GitHub annotations."""
 
 import re
 from collections import Counter
@@ -19,22 +19,23 @@ _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case of a gate. ``group``: a user's step, from the table of schedules, pinned by its line, drawn, or planted.
+    """A case of a campaign or a gate.
 
-    ``title`` names it for a reader, and ``kind`` is its schedule or its step. ``size``: smaller failures come first.
-    ``fault``: the planted fault.
+    ``group``: of a gate, a user's step, from the table of schedules, pinned by its line, drawn, or planted. ``title``
+    names it for a reader, and ``kind`` is its schedule or its step. ``size``: smaller failures come first. ``fault``:
+    the planted fault.
     """
 
-    group: Group
-    title: str
     verdict: Verdict
-    kind: str
+    group: Group | Literal["", "as small as shrinking made it"] = ""
+    title: str = ""
+    kind: str = ""
     size: tuple[int, ...] = ()
     fault: str = ""
 
     @property
     def outcome(self) -> Literal["pass", "fail", "unknown"]:
-        """The case's outcome for the gate: a caught planted fault is a pass, a missed one proves nothing."""
+        """The case's outcome: a caught planted fault is a pass, a missed one proves nothing."""
         if self.group == "planted":
             return "pass" if self.verdict.outcome == "fail" else "unknown"
         return self.verdict.outcome
@@ -52,6 +53,17 @@ class CaseResult:
             caught = "is caught" if self.outcome == "pass" else f"is not caught: {self.verdict.outcome}"
             return f"the planted fault {self.fault}{where} {caught}"
         return f"{self.verdict.word.upper()} {sentence(self.verdict)}"
+
+    @property
+    def note(self) -> str:
+        """What a page says of it beside the verdict."""
+        return self.headline if self.group == "planted" else self.group
+
+    @property
+    def closeness(self) -> float | None:
+        """The largest error in floors of its law; None if all agree bit for bit."""
+        found = [law.worst / law.floor for law in self.verdict.laws if law.worst and law.floor]
+        return max(found, default=None)
 
     @property
     def story(self) -> str:

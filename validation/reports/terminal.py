@@ -32,21 +32,6 @@ class Manner:
     verbose: bool = False
     aside: bool = False
 
-    def console(self, *, stderr: bool) -> Console:
-        """Return a rich console in this manner."""
-        plain = self.color == "never" or (self.color == "auto" and bool(os.environ.get("NO_COLOR")))
-        system: Literal["auto"] | None = None if plain else "auto"
-        forced = True if self.color == "always" else None
-        return Console(
-            stderr=stderr,
-            quiet=not reports(),
-            soft_wrap=True,
-            highlight=False,
-            color_system=system,
-            force_terminal=forced,
-            no_color=False if forced else None,
-        )
-
 
 _PLAIN = Manner()
 _manner: ContextVar[Manner] = ContextVar("_manner", default=_PLAIN)
@@ -67,8 +52,20 @@ class Terminal:
 
     def __init__(self) -> None:
         self.manner = _manner.get()
-        self._out = self.manner.console(stderr=self.manner.aside)
-        self._err = self.manner.console(stderr=True)
+        color = self.manner.color
+        plain = color == "never" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
+        self._out, self._err = (
+            Console(
+                stderr=stderr,
+                quiet=not reports(),
+                soft_wrap=True,
+                highlight=False,
+                color_system=None if plain else "auto",
+                force_terminal=True if color == "always" else None,
+                no_color=False if color == "always" else None,
+            )
+            for stderr in (self.manner.aside, True)
+        )
 
     @property
     def width(self) -> int:

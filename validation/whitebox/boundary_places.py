@@ -153,9 +153,7 @@ class _GradientFlow:
             if where and (where, tensor.number) not in there and place in backward:
                 name = f"{what} {tensor.number}" if tensor.number else what
                 nothing = (None,) * len(tensor.observed)
-                yield Column(
-                    Kind.BACKWARD, where, name, tensor.number, nothing, backward, forward, (), place, judged=False
-                )
+                yield Column(Kind.BACKWARD, where, name, tensor.number, nothing, backward, forward, place=place)
 
     def _places(self, tensor: Column) -> Sequence[str]:
         """Return the gradient's places for ``tensor``; none for an unknown part."""

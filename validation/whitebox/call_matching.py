@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -30,9 +30,9 @@ class Column:
     observed: tuple[Sketch | None, ...]
     places: Places
     elsewhere: Places
-    own: tuple[str, ...]
-    place: str
-    judged: bool
+    own: tuple[str, ...] = ()
+    place: str = ""
+    judged: bool = False
 
     @property
     def known(self) -> Mapping[int, Sketch]:
@@ -66,24 +66,31 @@ class CallOrder:
         return len(known) == len(set(known)) and len(self.numbers) == len(known) + len(self.left)
 
 
+_BOUNDARIES = {  # by point: its kind, words for its tensors, and what they are of a call
+    GIVEN: (Kind.FORWARD, "input", "inputs"),
+    MADE: (Kind.FORWARD, "output", "outputs"),
+    KEPT: (Kind.BACKWARD, "input when the backward begins", "kept"),
+    RECEIVED: (Kind.BACKWARD, "output gradient", "output_gradients"),
+    HANDED_ON: (Kind.BACKWARD, "input gradient", "input_gradients"),
+}
+
+
+def columns_at(where: str, calls: Sequence[Call], places: Both, numbers: Collection[int] = ()) -> Iterator[Column]:
+    """Yield boundary tensors at a point, observed or of these ``numbers``. ``places``: tensors, and gradients."""
+    kind, what, part = _BOUNDARIES[where]
+    rows = [getattr(call, part) for call in calls]
+    members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
+    known, other = places[::-1] if where in (RECEIVED, HANDED_ON) else places
+    for number in sorted(set().union(numbers, *members)):
+        observed, name = tuple(member.get(number) for member in members), f"{what} {number}" if number else what
+        yield Column(kind, where, name, number, observed, known, other)
+
+
 def columns_of(calls: Sequence[Call], places: Both) -> Iterator[Column]:
     """Yield boundary tensors, each placed where most calls match the reference."""
-    forward, backward = places
-    flows = (forward, backward), (backward, forward)
-    for kind, where, what, part, (known, other) in (
-        (Kind.FORWARD, GIVEN, "input", "inputs", flows[0]),
-        (Kind.FORWARD, MADE, "output", "outputs", flows[0]),
-        (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", flows[0]),
-        (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", flows[1]),
-        (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", flows[1]),
-    ):
-        rows = [getattr(call, part) for call in calls]
-        members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
-        for number in sorted(set().union(*members)):
-            observed = tuple(member.get(number) for member in members)
-            own = known.usual(observed)
-            name = f"{what} {number}" if number else what
-            yield Column(kind, where, name, number, observed, known, other, own, own[0] if own else "", bool(own))
+    for column in (column for where in _BOUNDARIES for column in columns_at(where, calls, places)):
+        own = column.places.usual(column.observed)
+        yield replace(column, own=own, place=own[0] if own else "", judged=bool(own))
 
 
 def drop_extra(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
@@ -149,7 +156,7 @@ def _by_inputs(found: list[int | None], columns: Sequence[Column], *, level: int
 
     From level 1 on, a majority among the inputs suffices; at level 2 some inputs may be unknown.
     """
-    for call in _open(found):
+    for call in [k for k, number in enumerate(found) if number is None]:
         sets = [column.owners(column.observed[call]) for column in columns if column.where == GIVEN]
         known = [owners for owners in sets if owners]
         if not known or (level < 2 and len(known) < len(sets)):
@@ -168,16 +175,12 @@ def _match_shown(found: list[int | None], columns: Sequence[Column]) -> None:
     Equal microbatches look alike: an ambiguous call takes its own index if possible.
     """
     sure = {number for number in found if number is not None}
-    candidates = {call: _candidates(columns, call, sure) for call in _open(found)}
+    candidates = {call: _candidates(columns, call, sure) for call, number in enumerate(found) if number is None}
     for call, those in candidates.items():
         found[call] = next(iter(those)) if len(those) == 1 else None
     for call, those in candidates.items():
         if len(those) > 1:
             found[call] = _choose(call, those, found)
-
-
-def _open(found: Sequence[int | None]) -> list[int]:
-    return [call for call, number in enumerate(found) if number is None]
 
 
 def _choose(call: int, those: set[int], found: Sequence[int | None]) -> int:

@@ -23,7 +23,7 @@ from pipeproof.whitebox.handed_back import FlatShard, StepResult, understood
 from pipeproof.whitebox.rank import Step
 from pipeproof.whitebox.space import Campaign, Space, StepCase, seeded, step_cases
 from pipeproof.whitebox.task import WhiteBoxError, name_of, show
-from pipeproof.worlds.draws import SHRINK_S, CampaignEnd, draw
+from pipeproof.worlds.draws import SHRINK_S, draw
 from pipeproof.worlds.world import Decision, World
 
 Data = Callable[[int, int, torch.Generator], Any]
@@ -33,11 +33,10 @@ Data = Callable[[int, int, torch.Generator], Any]
 class FuzzResult:
     """What a campaign found. It is true if every case that ran is a pass, and a planted fault was caught.
 
-    name: the step's. outcomes: of the cases that were drawn, how many had each. verdict: on ``smallest``, which is the
-    smallest case that fails, or on the first that is unknown; else on a case that passed. replay: the line that runs
-    that case alone. drawn: how often each value was. smaller: how many smaller cases were tried after the first that
-    failed. repeats: whether the smallest failed again when it ran again. planted: the fault that was caught; empty
-    where none was planted, or caught. ended: why not all cases ran; empty if they did.
+    name: the step's. outcomes: how many of the drawn cases had each. verdict: on ``smallest``, which is the smallest
+    case that fails, or on the first that is unknown; else on a case that passed. drawn: how often each value was.
+    smaller: how many smaller cases were tried after the first that failed. repeats: whether the smallest failed again.
+    planted: the fault that was caught, if any. ended: why not all cases ran; empty if they did.
     """
 
     name: str
@@ -265,10 +264,9 @@ class _CampaignRun:
         while fewer is not None:
             cases: Any = st.just(space.parse(campaign.case)) if campaign.case else step_cases(fewer)
             try:
-                ending = draw(st.tuples(cases, decisions), self.attempt, budget=budget, seed_=campaign.seed)
+                if not draw(st.tuples(cases, decisions), self.attempt, budget=budget, seed_=campaign.seed):
+                    return
             except Unsatisfiable:  # where= allows none of them
-                return
-            if ending is not CampaignEnd.FAILED:
                 return
             self.found = self.failures[-1]
             below = None if campaign.case else space.below(self.found[0][0])

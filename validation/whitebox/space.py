@@ -73,15 +73,14 @@ class StepCase:
 class Campaign:
     """What ``whitebox.fuzz`` draws, and how long it goes on. Every word has a default.
 
-    ranks: each as ``whitebox.validate`` takes them, so that replicas and meshes may be among them. microbatches: how
-    many. rows: how many rows a microbatch may have. ragged: microbatches of one case may differ in rows. splits:
-    whether layers are dealt unevenly to stages, too, and the step gets ``split=``, the number of layers of each stage;
-    True, or how many layers there are where the reference is no ``nn.Sequential``. None: as the step takes it. dtypes:
-    in which of these types parameters and data are. options: what else the step is given, by name, from the plainest
-    value on; an option ``v`` is how many stages a rank has. where: of a ``StepCase``, whether the step can do that.
-    cases: how many are drawn, from ``seed``. seconds: after this long no further case begins. timeout_s: how long one
-    case may take, in seconds, before it counts as a hang. case: the one case that is run, as a replay line has
-    it, in place of what would be drawn.
+    ranks: each as ``whitebox.validate`` takes them. microbatches: how many. rows: how many rows a microbatch may have.
+    ragged: microbatches of one case may differ in rows. splits: deal layers unevenly to stages, too; the step gets
+    ``split=``, the number of layers of each stage. True, or how many layers there are where the reference is no
+    ``nn.Sequential``. None: as the step takes it. dtypes: types of parameters and data. options: what else the step is
+    given, by name, from the plainest value on; an option ``v`` is how many stages a rank has. where: of a ``StepCase``,
+    whether the step can do that. cases: how many are drawn, from ``seed``. seconds: after this long no further case
+    begins. timeout_s: bounds one case, in seconds; then it is a hang. case: the one case to run, as a replay line
+    has it.
     """
 
     ranks: Ranks | Iterable[Ranks] = (2, 4)

@@ -281,15 +281,14 @@ def check_loss_fn(given: Any) -> None:
         raise WhiteBoxError(f"loss_fn is {given!r}: expected a function of output and target")
 
 
-def pair_of(number: int, given: Any) -> tuple[Any, Any]:
-    """Split a microbatch into inputs and target. Raises ``WhiteBoxError``."""
+def pair_of(
+    number: int, given: Any, *, target: str = "target", error: type[ValueError] = WhiteBoxError
+) -> tuple[Any, Any]:
+    """Split a microbatch into inputs and ``target``. Raises ``error``."""
     if not isinstance(given, tuple | list) or len(given) != 2:
-        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
-        raise WhiteBoxError(
-            f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and target"
-        )
-    inputs, target = given
-    return inputs, target
+        many = f" of length {len(given)}" if isinstance(given, tuple | list) else ""
+        raise error(f"microbatch {number} is a {type(given).__name__}{many}: expected a pair of inputs and {target}")
+    return given[0], given[1]
 
 
 def repeated_parameters(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:

@@ -80,7 +80,7 @@ class WhiteBox:
 
         reference: builds the whole model. Or a ``StageByStage``: each rank then reruns its own stages, which it must
         watch, and no device needs more; ``model`` then comes from its ``build=``, on the meta device, or is None.
-        microbatches: pairs with inputs (a tensor or a tuple of tensors) and target. ranks: a count; or a list with each
+        microbatches: pairs of inputs and target. ranks: a count; or a list with each
         rank's replica. With n replicas, replica r gets microbatches r, r + n, ..., and reports their losses. The
         reference sees all. Or a mesh, as axis sizes: ``{"pp": 2, "dp": 2, "tp": 2}``, with ranks numbered as by
         ``init_device_mesh``. Ranks along tp, sp and cp get the same microbatches; ranks along dp, fsdp and ep share
@@ -145,10 +145,10 @@ class WhiteBox:
         microbatches)`` is given by name what it takes of ``split=``, ``dtype=``, ``seed=`` and the options that are
         named. Where nothing fails, a planted fault shows that the campaign can.
 
-        reference: as of ``validate``; it gets ``seed=``, if it takes that. data: a function of the number of a
-        microbatch, how many rows it has, and a ``torch.Generator``, which makes that microbatch. loss_fn, optimizer: as
-        of ``validate``. contract: the same, or a function of the microbatches that says so. campaign: what is drawn and
-        how long it goes on. words: those of the campaign may be given here, too: ``ranks=(2, 4)``.
+        reference: as of ``validate``; it gets ``seed=``, if it takes that. data: makes a microbatch of its number, its
+        number of rows, and a ``torch.Generator``. loss_fn: as of ``validate``. optimizer: as of ``validate``. contract:
+        as of ``validate``, or a function of the microbatches. campaign: what is drawn, and how long. words: the
+        campaign's words may also be passed directly: ``ranks=(2, 4)``.
 
         Raises ``WhiteBoxError`` for what cannot be, and what ``validate`` and ``data`` raise.
         """

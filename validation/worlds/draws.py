@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
@@ -15,25 +14,18 @@ from hypothesis.internal.conjecture import data
 SHRINK_S = 240.0
 
 
-class CampaignEnd(Enum):
-    """How a campaign ends: all cases passed, the smallest that failed did so again at the end, or it did not."""
-
-    PASSED = 0
-    FAILED = 1
-    FAILED_ONCE = 2
-
-
 class _NotAPass(Exception):
     """Tells Hypothesis of a failure."""
 
 
 def draw(
     strategy: st.SearchStrategy[Any], attempt: Callable[[Any], bool | None], *, budget: int, seed_: int
-) -> CampaignEnd:
+) -> bool | None:
     """Let ``attempt`` try ``budget`` cases that are drawn from ``seed_``, up to the first for which it is false.
 
     It then tries smaller ones, as long as these fail, too, and the smallest once more at the end. The same seed and
-    budget give the same cases. Where ``attempt`` returns None, or raises, nothing is tried after that.
+    budget give the same cases. Where ``attempt`` returns None, or raises, nothing is tried after that. Returns whether
+    the smallest failed again; None where no case failed.
     """
     stopped, errors = False, list[Exception]()
 
@@ -62,16 +54,14 @@ def draw(
         if passed is False:
             raise _NotAPass
 
-    ending = CampaignEnd.PASSED
+    repeated: bool | None = None
     try:
         campaign()
-    except _NotAPass:
-        ending = CampaignEnd.FAILED
-    except Flaky:
-        ending = CampaignEnd.FAILED_ONCE
+    except (_NotAPass, Flaky) as failure:
+        repeated = isinstance(failure, _NotAPass)
     if errors:
         raise errors[0]
-    return ending
+    return repeated
 
 
 _PROVIDER, _OF_CODE = "HypothesisProvider", "_maybe_draw_constant"  # by the latter it draws what code has

@@ -29,7 +29,8 @@ CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",),
 
 
 def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
-    status = validate_all(cases, Setting("cpu", outputs=Outputs(str(path))))
+    with Outputs.open("validate", {"json": str(path)}) as outputs:
+        status = validate_all(cases, Setting("cpu", outputs=outputs))
     return status, [verdict["outcome"] for verdict in documented(path.read_text())["verdicts"]]
 
 
@@ -46,13 +47,14 @@ def test_a_crash_does_not_stop_the_others(tmp_path: Path, typed: Typed) -> None:
 def test_the_page_of_one_case_and_of_several(tmp_path: Path) -> None:
     path = tmp_path / "x.html"
     path.write_text("what was there before")
-    setting = Setting("cpu", outputs=Outputs(html=str(path)))
-    assert validate_all([SOUND], setting) == 0
-    assert f"<title>Pass: {SOUND}" in path.read_text()
-    assert validate_all([WRONG, SOUND], setting) == 1
-    golden(PageText(path.read_text()).lines, lines="^Of ")
-    assert [one.name for one in tmp_path.iterdir()] == ["x.html"]
-    assert fuzz_all(setting, Wish(2, 0, ("1f1b",), ("fp32",), 1)) == 0
+    with Outputs.open("validate", {"html": str(path)}) as outputs:
+        setting = Setting("cpu", outputs=outputs)
+        assert validate_all([SOUND], setting) == 0
+        assert f"<title>Pass: {SOUND}" in path.read_text()
+        assert validate_all([WRONG, SOUND], setting) == 1
+        golden(PageText(path.read_text()).lines, lines="^Of ")
+        assert [one.name for one in tmp_path.iterdir()] == ["x.html"]
+        assert fuzz_all(setting, Wish(2, 0, ("1f1b",), ("fp32",), 1)) == 0
     golden(PageText(path.read_text()).lines, lines="^All ")
 
 
@@ -104,7 +106,7 @@ def test_what_was_found_before_an_interruption(tmp_path: Path, typed: Typed, mon
     path = tmp_path / "x.json"
     monkeypatch.setattr(campaign, "validate_case", asked_at(2, answers=[]))
     with pytest.raises(AskedToEnd):
-        validate_all([SOUND] * 5, Setting("cpu", outputs=Outputs(str(path))))
+        run([SOUND] * 5, path)
     golden(typed.said().splitlines()[-1])
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["interrupted"], data["status"]) == (2, True, 130)

@@ -15,16 +15,11 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import SpecimenError
 from pipeproof.wings.simulated import Simulation
-from pipeproof.wings.specimens import (
-    CATALOGUE,
-    CONTROLS,
-    RIGHT,
-    Named,
-    Trial,
-    choose,
-    listing,
-    load,
-)
+from pipeproof.wings.specimens import CATALOGUE, CONTROLS
+from pipeproof.wings.specimens.choice import choose, load
+from pipeproof.wings.specimens.mixed import RIGHT
+from pipeproof.wings.specimens.tables import listing
+from pipeproof.wings.specimens.trial import Named, Trial
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
@@ -64,6 +59,11 @@ register(
 """
 
 
+def tried(names: list[str], file: Path, simulation: Simulation | None = None) -> int:
+    with Outputs.open("mutate", {"json": str(file)}) as outputs:
+        return try_all(names, [], Setting("cpu", outputs=outputs, simulation=simulation))
+
+
 def test_steps_by_hand_are_on_the_cpu_and_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
     for refused in ({"device": "cuda"}, {"device": "cpu", "shrinks": True}):
         with pytest.raises(
@@ -79,7 +79,7 @@ def test_steps_by_hand_are_on_the_cpu_and_of_one_size(capsys: pytest.CaptureFixt
 @pytest.mark.pipeproof_ranks
 def test_steps_by_hand_are_tried_beside_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
-    assert try_all(["never-unscaled", "stage-negated"], [], Setting("cpu", outputs=Outputs(str(file)))) == 0
+    assert tried(["never-unscaled", "stage-negated"], file) == 0
     golden(capsys.readouterr().out)
     written = documented(file.read_text())["specimens"]
     assert [one["specimen"] for one in written] == ["stage-negated", "never-unscaled"]
@@ -87,8 +87,7 @@ def test_steps_by_hand_are_tried_beside_cases(tmp_path: Path, capsys: pytest.Cap
 
 def test_races_are_tried_under_seeds_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
-    setting = Setting("cpu", outputs=Outputs(str(file)), simulation=Simulation(count=20))
-    assert try_all(["polled-once", "both-send-first"], [], setting) == 0
+    assert tried(["polled-once", "both-send-first"], file, Simulation(count=20)) == 0
     out = capsys.readouterr().out
     golden(out)
     written = documented(file.read_text())["specimens"]
@@ -118,7 +117,7 @@ def test_a_race_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.pipeproof_ranks
 def test_specimens_are_tried_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = ["stage-negated", "backward-missing"], tmp_path / "x.json"
-    assert try_all(names, [], Setting("cpu", outputs=Outputs(str(file)))) == 0
+    assert tried(names, file) == 0
     out = capsys.readouterr().out
     golden(out)
     written = documented(file.read_text())
@@ -161,6 +160,6 @@ def test_an_interruption_says_how_many_were_not_tried(
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Verdict("", "fail", "none", ())
     monkeypatch.setattr(catalogue, "validate_case", lambda case, world, measure: (failed, None))
-    monkeypatch.setattr("pipeproof.wings.specimens.validate_mixed", lambda case, world: failed)
+    monkeypatch.setattr("pipeproof.wings.specimens.mixed.validate_mixed", lambda case, world: failed)
     said, _count = catalogue._controls(World(), Setting("cpu")), len(CONTROLS) + len(RIGHT)
     golden(said)

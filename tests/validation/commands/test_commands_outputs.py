@@ -30,7 +30,7 @@ def test_a_document_has_its_verdicts_and_status() -> None:
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot write"), Outputs(str(tmp_path / "no" / "x.json")).open("validate"):
+    with pytest.raises(ValueError, match="cannot write"), Outputs.open("validate", {"json": str(tmp_path / "no/x")}):
         pytest.fail("the work began")
 
 
@@ -153,6 +153,6 @@ def test_two_results_in_one_file_are_refused(
 
 
 def test_a_page_may_say_what_no_encoding_has(tmp_path: Path) -> None:
-    with Outputs(html=str(tmp_path / "x.html")).open("validate") as files:
+    with Outputs.open("validate", {"html": str(tmp_path / "x.html")}) as files:
         assert files.finish(1, page=lambda: "a file named \udcff") == 1
     golden((tmp_path / "x.html").read_text())

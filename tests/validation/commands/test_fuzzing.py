@@ -46,9 +46,8 @@ def test_a_failure_that_was_not_shrunk_yet(tmp_path: Path, typed: Typed, monkeyp
 
     path = tmp_path / "x.json"
     monkeypatch.setattr(fuzzing, "fuzz", fuzz)
-    setting = Setting("cpu", outputs=Outputs(str(path)))
-    with pytest.raises(AskedToEnd):
-        fuzz_all(setting, Wish(9, 0, ("1f1b",), ("fp32",), 4))
+    with pytest.raises(AskedToEnd), Outputs.open("fuzz", {"json": str(path)}) as outputs:
+        fuzz_all(Setting("cpu", outputs=outputs), Wish(9, 0, ("1f1b",), ("fp32",), 4))
     golden(typed.said())
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["status"]) == (1, 130)

@@ -85,7 +85,7 @@ def test_a_drawn_case_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch, type
 def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = ["--junit", "kept/gate.xml", "--summary", "kept/gate.md", "--artifacts", "kept", "--annotations", "github"]
-    files += ["--html", "gate.html"]
+    files += ["--html", "gate.html", "--json", "kept/gate.json"]
     out = typed(["gate", *SMALL, "--cases", "1", "--case", WRONG, *files], 1, lines="^gate")
     assert out.count("::error ") == 1
     suite = ElementTree.parse("kept/gate.xml").getroot()[0]
@@ -103,7 +103,7 @@ def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch
         numbers=False,
     )
     assert sorted(path.name for path in Path("kept").iterdir()) == [
-        "1-naive.expected", "1-naive.json", "1-naive.observed", "1-naive.txt", "gate.md", "gate.xml",
+        "1-naive.expected", "1-naive.json", "1-naive.observed", "1-naive.txt", "gate.json", "gate.md", "gate.xml",
     ]  # fmt: skip
 
 
@@ -116,19 +116,25 @@ def test_a_failing_gate_leaves_records(tmp_path: Path, typed: Typed, monkeypatch
         (["--junit", "/no/such/folder/x.xml"], "cannot write /no/such/folder/x.xml"),
         (["--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),
         (["--artifacts", f"{__file__}/x"], "cannot make the folder"),
+        (["--artifacts", "kept", "--json", "kept/x.json", "--cases", "-1"], "--cases is -1"),
         (["--schedule", "mine.csv"], "mine.csv"),
         (["--annotations", "gitlab"], "unknown 'gitlab'"),
         (["--max-ranks", "0"], "--max-ranks is 0: expected at least 1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gate, "validate_case", lambda *_, **__: pytest.fail("something ran"))
     try:
         status = main(["gate", *SMALL, *arguments])
     except SystemExit as error:
         status = int(error.code or 0)
     out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
+    assert (status, out, [*tmp_path.iterdir()]) == (2, "", [])
     assert words in err

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands.measure import describe, show_measured
+from pipeproof.commands.outputs import Outputs
 from pipeproof.own.case import Case
 from pipeproof.own.measured import Measured, measure
 from pipeproof.pipeline import Kind, lower
 from pipeproof.pipeline.action import COMPUTE, SENDS
 from pipeproof.pipeline.program import deliveries
 from pipeproof.pipeline.trace import Trace
-from pipeproof.reports.drawings import Paths
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World
 from tests.pipeline.test_trace import TRACE
@@ -56,7 +56,7 @@ def test_a_typical_step_is_shown_beside_the_simulation() -> None:
 
 def test_no_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="--steps is 0: expected at least 1"):
-        show_measured(CASE, Paths(), Namespace(steps=0))
+        show_measured(CASE, Namespace(steps=0))
 
 
 def test_ranks_that_fail_leave_no_file(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,8 @@ def test_ranks_that_fail_leave_no_file(tmp_path: Path, typed: Typed, monkeypatch
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
     monkeypatch.setattr("pipeproof.commands.measure.measure", fail)
-    assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), Namespace(steps=1, world="real")) == 3
+    with Outputs.open("show", {"trace": str(tmp_path / "x.json")}) as outputs:
+        assert show_measured(CASE, Namespace(steps=1, world="real", outputs=outputs)) == 3
     golden(typed.said())
     assert list(tmp_path.iterdir()) == []
 

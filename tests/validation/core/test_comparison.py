@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof import watch
-from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation
 from pipeproof.core.ledger import Heading, Ledger
-from pipeproof.core.limits import FP32
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import error
@@ -28,7 +27,6 @@ from pipeproof.records.compare import compare
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import record_step
 from pipeproof.whitebox import WhiteBox
-from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.worlds.world import World
 from tests.support.check_here import check_here, show_all
 from tests.support.golden import golden
@@ -165,7 +163,7 @@ def test_an_update_to_no_number_is_no_fault_of_an_optimizer(before: float, outco
     book = Ledger(["updated-parameters"])
     tensors = {"before": {"w": was}, "gradients": {"w": torch.ones(2)}, "parameters": {"w": observed.clone()}}
     expected = ExpectedOperation("train", (), (), **tensors)
-    Comparison(expected, Unmeasured(FP32), book).parameter("w", observed if before < 0 else -observed)
+    Comparison(expected, Allowed(), book).parameter("w", observed if before < 0 else -observed)
     assert [law.outcome for law in book.laws()] == [outcome]
     assert not book.mismatches
 
@@ -227,7 +225,7 @@ def test_a_total_is_that_of_the_losses_that_were_reported(
     reported: list[float] | None, total: float, wrong: tuple[int | None, ...]
 ) -> None:
     ledger = Ledger(["loss"])
-    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Allowed(), ledger)
     if reported is not None:
         at.losses(reported)
     at.loss(total)
@@ -236,7 +234,7 @@ def test_a_total_is_that_of_the_losses_that_were_reported(
 
 def test_a_total_beside_the_losses_of_a_share_is_that_of_all() -> None:
     ledger = Ledger(["loss"])
-    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Unmeasured(FP32), ledger)
+    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Allowed(), ledger)
     at.losses([2.0], share=[1])
     at.loss(1.5)
     at.loss(2.0)
@@ -257,7 +255,7 @@ def test_storage_rounds_nothing_that_stands_still(gradient: Tensor | None, moves
     wanted = torch.nextafter(before, up) if moves else before
     book = Ledger(["updated-parameters"])
     tensors = {"before": {"w": before}, "gradients": {"w": gradient}, "parameters": {"w": wanted}}
-    at = Comparison(ExpectedOperation("train", (), (), **tensors), Unmeasured(FP32), book)  # type: ignore[arg-type]
+    at = Comparison(ExpectedOperation("train", (), (), **tensors), Allowed(), book)  # type: ignore[arg-type]
     at.parameter("w", torch.nextafter(wanted, up))
     assert (book.laws()[0].outcome == "fail") == fails
 

@@ -1,52 +1,62 @@
 """Pictures and traces as files: all or none, and what is refused."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from pipeproof.pipeline import build
 from pipeproof.reports.canvas import PictureError
-from pipeproof.reports.drawings import MOST, Drawings, Paths
-from pipeproof.worlds.output_file import OutputError
+from pipeproof.reports.drawings import ENDINGS, MOST, check_drawings, draw_panels, draw_timelines
+from pipeproof.worlds.output_file import OutputError, OutputFile
 from tests.pipeline.test_trace import TRACE
 from tests.validation.reports.test_panel import broken
 
 
-def paths(folder: Path) -> Paths:
-    return Paths(*(str(folder / f"x{ending}") for ending in (".svg", ".PNG", ".json")))
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[dict[str, OutputFile]]:
+    paths = zip(ENDINGS, (".svg", ".PNG", ".json"), strict=True)
+    with ExitStack() as opened:
+        yield {name: opened.enter_context(OutputFile(str(tmp_path / f"x{ending}"))) for name, ending in paths}
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
 @pytest.mark.long
-def test_every_file_is_written(tmp_path: Path) -> None:
+def test_every_file_is_written(files: dict[str, OutputFile], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    with Drawings(paths(tmp_path), actions=4) as files:
-        files.write({"measured": TRACE.from_zero()})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.PNG", "x.json", "x.svg"]
+    draw_timelines(files, {"measured": TRACE.from_zero()})
+    assert there(tmp_path) == ["x.PNG", "x.json", "x.svg"]
     assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
     assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
 
 
-def test_what_has_no_times_is_no_trace(tmp_path: Path) -> None:
-    with Drawings(paths(tmp_path)._replace(png=None), actions=9) as files:
-        files.write_panels([broken()])
-    assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
+def test_what_has_no_times_is_no_trace(files: dict[str, OutputFile], tmp_path: Path) -> None:
+    draw_panels({**files, "png": OutputFile(None)}, [broken()])
+    assert there(tmp_path) == ["x.svg"]
     assert "breaks 2 laws" in (tmp_path / "x.svg").read_text()
 
 
-def test_svg_and_trace_need_no_plotting_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_png_needs_a_plotting_library(
+    files: dict[str, OutputFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Drawings(paths(tmp_path)._replace(png=None), actions=4) as files:
-        files.write({"measured": TRACE.from_zero()})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.svg"]
+    check_drawings({"svg": "x.svg", "trace": "x.json"}, actions=4)
+    draw_timelines({**files, "png": OutputFile(None)}, {"measured": TRACE.from_zero()})
+    assert there(tmp_path) == ["x.json", "x.svg"]
+    with pytest.raises(PictureError, match="needs matplotlib"):
+        check_drawings({"png": "x.png"}, actions=4)
 
 
-def test_more_actions_than_pixels_are_no_picture(tmp_path: Path) -> None:
+def test_more_actions_than_pixels_are_no_picture() -> None:
     with pytest.raises(PictureError, match=f"a picture of {MOST + 1} actions: expected at most {MOST}"):
-        Drawings(Paths(svg=str(tmp_path / "x.svg")), actions=MOST + 1)
-    Drawings(Paths(trace=str(tmp_path / "x.json")), actions=10**9).__exit__()
-    assert list(tmp_path.iterdir()) == []
+        check_drawings({"svg": "x.svg"}, actions=MOST + 1)
+    check_drawings({"trace": "x.json"}, actions=10**9)
 
 
 @pytest.mark.long
@@ -57,29 +67,23 @@ def test_two_large_schedules_can_be_drawn() -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (Paths(svg="x.png"), "--svg x.png: expected a file that ends in .svg"),
-        (Paths(png="x"), "--png x: expected a file that ends in .png"),
-        (Paths(trace="x.perfetto"), "--trace x.perfetto: expected a file that ends in .json"),
+        ({"svg": "x.png"}, "--svg x.png: expected a file that ends in .svg"),
+        ({"png": "x"}, "--png x: expected a file that ends in .png"),
+        ({"trace": "x.perfetto"}, "--trace x.perfetto: expected a file that ends in .json"),
     ],
 )
-def test_an_ending_that_says_something_else_is_refused(wanted: Paths, words: str) -> None:
+def test_an_ending_that_says_something_else_is_refused(wanted: dict[str, str | None], words: str) -> None:
     with pytest.raises(OutputError, match=words):
-        Drawings(wanted, actions=1)
+        check_drawings(wanted, actions=1)
 
 
-@pytest.mark.parametrize("fault", ["library", "path", "picture"])
-def test_what_fails_leaves_no_file(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_fails_leaves_no_file(
+    files: dict[str, OutputFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> bytes:
         raise RuntimeError
 
-    wanted, errors = paths(tmp_path), {"library": PictureError, "path": OutputError, "picture": RuntimeError}
-    if fault == "library":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    else:
-        monkeypatch.setattr("pipeproof.reports.drawings.check_drawable", lambda: None)
-        monkeypatch.setattr("pipeproof.reports.drawings.png", fail)
-    if fault == "path":
-        wanted = wanted._replace(trace=str(tmp_path / "no" / "x.json"))
-    with pytest.raises(errors[fault]), Drawings(wanted, actions=4) as files:
-        files.write({"measured": TRACE})
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("pipeproof.reports.drawings.png", fail)
+    with pytest.raises(RuntimeError):
+        draw_timelines(files, {"measured": TRACE})
+    assert there(tmp_path) == []

@@ -21,7 +21,7 @@ def result(outcome: Any, *, group: Group = "table", microbatches: int = 2, failu
     mismatch = Mismatch("gradient", 1, "norm 0", "norm 1", rank=1, stage=1, parameter="w|x")
     wrong = () if outcome == "pass" or failure else (mismatch,)
     verdict = Verdict(str(case), outcome, "none", laws, wrong, failure=failure, seconds=0.25)
-    return CaseResult(group, str(case), verdict, "gpipe", (case.stages, microbatches), case.specimen)
+    return CaseResult(verdict, group, str(case), "gpipe", (case.stages, microbatches), case.specimen)
 
 
 def gated(*cases: CaseResult, expected: int | None = None) -> GateResult:

@@ -17,7 +17,8 @@ from pipeproof.pipeline.trace import Profile
 from pipeproof.reports.columns import header, table
 from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary, table_of_times
-from pipeproof.wings.specimens import SPECIMENS, confusion, listing
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.tables import confusion, listing
 from tests.support.golden import golden
 
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)

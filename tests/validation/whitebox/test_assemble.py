@@ -13,7 +13,7 @@ from pipeproof import StepResult, watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import WIDTH, loss_fn, on_one_device, pairs
+from tests.support.steps import WIDTH, backward, loss_fn, pairs
 
 
 def build() -> nn.Module:
@@ -21,7 +21,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
 
 
-losses_of = partial(on_one_device, count=4)
+losses_of = partial(backward, divisor=4)
 
 
 def reduced(model: nn.Module, microbatches: list[Any]) -> tuple[dict[str, Any], list[float]]:
@@ -67,7 +67,7 @@ class Spare(nn.Module):
 def sharded(model: Any, microbatches: list[Any]) -> StepResult:
     fully_shard(model)
     return StepResult(
-        model, losses_of(model, microbatches, count=1)
+        model, losses_of(model, microbatches, divisor=1)
     )  # each rank has one microbatch, and their mean is expected
 
 

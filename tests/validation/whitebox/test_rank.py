@@ -14,7 +14,7 @@ from pipeproof import StepResult, watch
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.rank import Origin
 from tests.support.golden import golden
-from tests.support.steps import loss_fn, on_one_device, pairs
+from tests.support.steps import backward, loss_fn, pairs
 
 
 def test_what_a_step_replaces_is_kept() -> None:
@@ -85,7 +85,7 @@ def without_a_call(model: Any, microbatches: list[Any]) -> Any:
 
 def copied(model: Any, microbatches: list[Any], *, before: bool) -> StepResult:
     """One gradient is zero in the copies that are handed back, or a parameter's was cleared; then all are cleared."""
-    losses = on_one_device(watch(model), microbatches)
+    losses = backward(watch(model), microbatches)
     if before:
         model.zero_grad()
     kept = {one: torch.zeros_like(one) if k == 0 else one.grad for k, one in enumerate(model.parameters())}

@@ -15,7 +15,7 @@ from pipeproof.core.contract import Contract
 from pipeproof.whitebox import WhiteBox
 from tests.support import steps
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, on_one_device, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 COUNT = 4
 
@@ -74,7 +74,7 @@ class BothWays:
 
 def uncut(model: Any, microbatches: list[Any]) -> Any:
     """Nobody cut the model."""
-    return model, on_one_device(model, microbatches)
+    return model, backward(model, microbatches)
 
 
 # A step; kind, rank, stage and parameter of its cause.
@@ -180,7 +180,7 @@ def train(
         layer.register_forward_pre_hook(fetch)
     for _, microbatches in operations:
         optimizer.zero_grad()
-        losses = on_one_device(model, microbatches)
+        losses = backward(model, microbatches)
         for layer in layers:
             dist.all_reduce(layer.weight.grad)
             layer.weight.grad /= 2

@@ -21,7 +21,8 @@ def numbers(tensor: Tensor) -> Tensor:
     flat = plain(tensor).reshape(-1)
     if flat.is_complex():
         return torch.view_as_real(flat).reshape(-1)
-    return flat if _counts(flat.dtype) else flat.contiguous().view(torch.uint8)
+    odd = str(flat.dtype).removeprefix("torch.").startswith(("bits", "float4"))  # torch cannot convert it to fp64
+    return flat.contiguous().view(torch.uint8) if odd else flat
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
@@ -80,7 +81,9 @@ def plain(tensor: Tensor) -> Tensor:
     return found.dequantize() if found.is_quantized else found.resolve_conj().resolve_neg()
 
 
-def _counts(dtype: torch.dtype) -> bool:
-    """True if torch can convert ``dtype`` to fp64."""
-    name = str(dtype).removeprefix("torch.")
-    return not name.startswith(("bits", "float4"))
+def byte_range(tensor: Tensor) -> range:
+    """Return the tensor's byte range in its storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + count * tensor.element_size())

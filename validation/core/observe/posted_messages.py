@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipeproof.core.observe.elements import byte_range
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.stack import Stack, own_stack
 
@@ -177,7 +178,7 @@ def _note(name: str, work: Any, empty: bool, group: dist.ProcessGroup, tensors: 
     _posted[name] += 1
     if name != "send":
         for tensor in filter(torch._C._has_storage, tensors):
-            held, place = StorageWeakRef(tensor.untyped_storage()), _bytes(tensor)  # type: ignore[no-untyped-call]
+            held, place = StorageWeakRef(tensor.untyped_storage()), byte_range(tensor)  # type: ignore[no-untyped-call]
             kept = [one for one in _parts(tensor) if not _meet(one[0], place)]
             _received[held.cdata] = held, [*kept, (place, Came(stack, message))]
     elif message is not None:
@@ -212,7 +213,7 @@ def find_received(tensor: Tensor) -> Came | None:
     """Return the last message received into ``tensor``. None if none, or after an observer's failure."""
     if _fence.broken or not torch._C._has_storage(tensor):
         return None
-    place = _bytes(tensor)
+    place = byte_range(tensor)
     return next((came for part, came in reversed(_parts(tensor)) if _meet(part, place)), None)
 
 
@@ -221,14 +222,6 @@ def _parts(tensor: Tensor) -> list[tuple[range, Came]]:
     held, parts = _received.get(tensor.untyped_storage()._cdata, (None, []))
     gone = held is None or held.expired()  # type: ignore[no-untyped-call]  # in torch
     return [] if gone else parts
-
-
-def _bytes(tensor: Tensor) -> range:
-    """Return the tensor's byte range in its storage."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    first = tensor.storage_offset() * tensor.element_size()
-    return range(first, first + count * tensor.element_size())
 
 
 def _meet(one: range, other: range) -> bool:

@@ -202,7 +202,7 @@ class Recorder:
         self._stages: tuple[RecordedStage, ...] = ()
 
     def wrap(self, parts: Parts) -> Parts:
-        """Wrap ``parts``; for ``PipelineSchedule.wrapped``."""
+        """Wrap ``parts``; for ``PipelineSchedule.wrap``."""
         self._stages = tuple(map(RecordedStage, parts.stages))
         return replace(parts, stages=self._stages)
 

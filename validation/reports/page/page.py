@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from pipeproof.core.cause import KINDS
 from pipeproof.core.measured import versions
 from pipeproof.core.verdict import SCHEMA, Verdict
 from pipeproof.pipeline.sizes import SHOWN, some
+from pipeproof.reports.gate_reports import CaseResult
 from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import SAID, Grid
 from pipeproof.reports.template import render
@@ -40,31 +40,11 @@ def _whole(template: str, title: str, verdicts: Mapping[int, Verdict], **more: o
     return render(template, title=title, data={"cells": cells, "said": SAID}, whole=shown, **known, **more)
 
 
-@dataclass(frozen=True)
-class CampaignRow:
-    """A campaign's case: ``outcome`` for the campaign, and ``note`` on the kind."""
-
-    verdict: Verdict
-    outcome: str
-    note: str = ""
-
-    @property
-    def word(self) -> str:
-        """The outcome for readers."""
-        return self.verdict.word if self.outcome == self.verdict.outcome else self.outcome
-
-    @property
-    def closeness(self) -> float | None:
-        """The largest error in floors of its law; None if all agree bit for bit."""
-        found = [law.worst / law.floor for law in self.verdict.laws if law.worst and law.floor]
-        return max(found, default=None)
-
-
-def campaign(entries: Sequence[CampaignRow], *, said: str, left_out: Mapping[str, str]) -> str:
+def campaign(entries: Sequence[CaseResult], *, said: str, left_out: Mapping[str, str]) -> str:
     """Render the page for ``entries``; a single entry gets a page alone. ``said``: a summary; ``left_out``: reasons."""
     if len(entries) == 1 and not left_out and entries[0].outcome == entries[0].verdict.outcome:
         return page(entries[0].verdict)
-    counts = Counter(entry.outcome for entry in entries)
+    counts = Counter[str](entry.outcome for entry in entries)
     outcome = next((one for one in ("fail", "unknown") if counts[one]), "pass" if entries else "unknown")
     wrong = [(k, entry.verdict) for k, entry in enumerate(entries) if entry.outcome != "pass"]
     near = [one for one in entries if one.closeness and one.verdict.outcome == "pass"]
@@ -82,7 +62,7 @@ def campaign(entries: Sequence[CampaignRow], *, said: str, left_out: Mapping[str
     )
 
 
-def _sentence(entries: Sequence[CampaignRow], counts: Counter[str], missing: int) -> str:
+def _sentence(entries: Sequence[CaseResult], counts: Counter[str], missing: int) -> str:
     total = counts.total()
     if counts["pass"] == total and total and not missing:
         agree = sum(entry.verdict.outcome == "pass" for entry in entries)

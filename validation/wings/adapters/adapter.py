@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,21 +12,34 @@ from torch import nn
 from pipeproof.core.observe.initial_weights import step_begins
 from pipeproof.core.observe.watching import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.checked_step import CheckedStep
+from pipeproof.records.checked_step import CheckedStep, Unchecked
+from pipeproof.records.rank_part import AdapterNames, Rename, own_name
 from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
-from pipeproof.whitebox.task import MakesOptimizer
+from pipeproof.whitebox.task import MakesOptimizer, WhiteBoxError
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters.drawn import Content, contents
 from pipeproof.wings.adapters.framework import AdapterError, Framework
-from pipeproof.wings.adapters.job import JobStep, checking
 from pipeproof.wings.adapters.recording import StepRecording, recording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep
+from pipeproof.wings.adapters.step import FrameworkStep, JobSight, Observation
 from pipeproof.wings.adapters.whole import Named, Whole
 
 Reference = Callable[..., Any] | StepExpectation
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A framework's step on a rank, the microbatches of this rank's replica, and the expectation.
+
+    given: their content in the form drawn by the job; empty if absent or unobserved.
+    """
+
+    step: FrameworkStep
+    microbatches: Pairs | None
+    against: SingleDevice | StepExpectation
+    given: Sequence[Content] = ()
 
 
 class Adapter(ABC):
@@ -77,11 +91,6 @@ class Adapter(ABC):
             against, pairs = whole.single_device(floors=floors), whole.pairs
         return JobStep(step, None if microbatches is None else pairs, against, self.contents(microbatches))
 
-    def record_of(self, microbatches: Any, timeout_s: float) -> tuple[FrameworkStep, Iterable[Any] | None]:
-        """Return the step and its microbatches."""
-        found = self.gather(microbatches, timeout_s)
-        return self.step(), None if found is None else self.cut(found)
-
 
 @contextmanager
 def observe(adapter: Adapter, microbatches: Sequence[Any], reference: nn.Module) -> Iterator[Observation]:
@@ -103,11 +112,85 @@ def check_step(
     return checking(made, timeout_s=timeout_s, composed=reference if isinstance(reference, StepExpectation) else None)
 
 
+@contextmanager
+def checking(
+    step: Callable[[], JobStep], *, timeout_s: float, composed: StepExpectation | None = None
+) -> Iterator[CheckedStep]:
+    """Check the result of ``step``. Its errors become the verdict's, and other ranks do not wait for this one.
+
+    ``composed``: the user's expectation for a composed check, which may skip steps.
+    """
+    turn = 0 if composed is None else composed.turn()
+    if turn is None:
+        yield Unchecked()
+        return
+    made, why = None, ""
+    try:
+        made = step()
+    except WhiteBoxError as error:
+        why = str(error)
+    except Exception as error:  # all types: the arguments may be anything
+        why = f"the check cannot be made of this: {type(error).__name__}: {error}"
+    against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
+    stages: Mapping[int, nn.Module] = {}
+    microbatches: Pairs | None = None
+    name: Rename = own_name
+    if made is not None:
+        against = made.against.for_framework(made.step.accumulation)
+        stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
+    check: CheckedStep
+    if isinstance(against, StepExpectation):
+        check = against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)
+    else:
+        check = StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
+    if made is None:  # others are informed of the reason
+        check.refuse(why)
+        with check:
+            yield check
+        return
+    sight = JobSight(check, made.step, count=len(made.microbatches or ()), given=made.given)
+    with check, ExitStack() as stack:
+        watched = False
+        with check.noting():
+            stack.enter_context(made.step.watching(sight))
+            if isinstance(made.against, StepExpectation):
+                stack.enter_context(sight.watching(made.against.optimizers))
+            stack.enter_context(_note_begun(made.step, check))
+            watched = True
+        yield check
+        if watched:
+            sight.end()
+
+
+@contextmanager
+def _note_begun(step: FrameworkStep, check: CheckedStep) -> Iterator[None]:
+    """Show ``check`` each stage's initial gradients at its first call, while open."""
+    hooks = dict[int, Any]()
+
+    def first(stage: int, *_: Any) -> None:
+        if (hook := hooks.pop(stage, None)) is not None:
+            hook.remove()
+            with check.noting():
+                check.begin(step.sums(stage))
+
+    for stage, module in step.stages.items():
+        hooks[stage] = module.register_forward_pre_hook(partial(first, stage))
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            hook.remove()
+
+
 def record_step(
     adapter: Adapter, microbatches: Any, path: str, *, timeout_s: float
 ) -> AbstractContextManager[StepRecording]:
     """Record one step of a running job in this block. Every rank enters it."""
-    made = partial(adapter.record_of, microbatches, timeout_s)
+
+    def made() -> tuple[FrameworkStep, Iterable[Any] | None]:
+        found = adapter.gather(microbatches, timeout_s)
+        return adapter.step(), None if found is None else adapter.cut(found)
+
     return recording(made, path, framework=adapter.framework, timeout_s=timeout_s)
 
 

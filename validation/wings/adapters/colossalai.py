@@ -28,8 +28,7 @@ from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI, Criterion, che
 from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
+from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import Called, Whole
 
 __all__ = ["ColossalAIError", "check_step", "imports", "observe", "record_step", "validate"]
@@ -43,6 +42,7 @@ _COVERED = {
     "enable_sequence_parallelism": False,
     "cpu_offload": False,
     "use_fp8": False,
+    "fp8_communication": False,
 }
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # what the plugin casts a model to
 
@@ -56,7 +56,7 @@ def observe(
     ``data_iterator`` for ``execute_pipeline``, with the batch that they are cut from. Raises ``ColossalAIError`` for
     unsupported use.
     """
-    return adapter.observe(ColossalAI(booster, model, optimizer, batches=1), microbatches, reference)
+    return adapter.observe(ColossalAI(booster, model, optimizer, batches=[microbatches]), microbatches, reference)
 
 
 def validate(
@@ -102,7 +102,7 @@ def check_step(
     device: ranks with the first or last stage then have the batch, a single one. Otherwise like
     ``deepspeed.check_step``.
     """
-    own = ColossalAI(booster, model, optimizer, criterion, count_of(batches))
+    own = ColossalAI(booster, model, optimizer, criterion, batches)
     return adapter.check_step(own, batches, reference=reference, timeout_s=timeout_s)
 
 
@@ -114,24 +114,19 @@ def record_step(
     booster, model, optimizer, batches: as for ``check_step``; the record has microbatches cut from them. Otherwise like
     ``deepspeed.record_step``.
     """
-    own = ColossalAI(booster, model, optimizer, batches=count_of(batches))
+    own = ColossalAI(booster, model, optimizer, batches=batches)
     return adapter.record_step(own, batches, path, timeout_s=timeout_s)
-
-
-def count_of(batches: Any) -> int | None:
-    """Return the number of batches; None if unknown."""
-    return len(batches) if isinstance(batches, Sequence) else None
 
 
 @dataclass(frozen=True)
 class ColossalAI(Adapter):
-    """Arguments of ``execute_pipeline``, and the number of batches in a step; None: unknown."""
+    """Arguments of ``execute_pipeline``, and the batches of a step; None: unknown."""
 
     booster: Any
     model: Any
     optimizer: Any
     criterion: Any = None
-    batches: int | None = None
+    batches: Any = None
     framework = COLOSSALAI
     given_as = "batches"
 
@@ -142,10 +137,10 @@ class ColossalAI(Adapter):
         losses, runs, drawn = list[Tensor](), list[str](), Drawn()
 
         def gradients() -> dict[nn.Parameter, Gradient]:
-            if self.batches not in (None, len(runs)):
+            if isinstance(self.batches, Sequence) and (count := len(self.batches)) != len(runs):
                 raise AdapterError(
                     f"execute_pipeline was called {len(runs)} times before optimizer.step, and the check was given "
-                    f"{self.batches} batch{'es' * (self.batches != 1)}: let both be the same"
+                    f"{count} batch{'es' * (count != 1)}: let both be the same"
                 )
             found = [one for one in module.parameters() if one.requires_grad]
             zero = hasattr(self.optimizer, "pid_to_grad_store")  # each replica keeps a part
@@ -228,13 +223,11 @@ class ColossalAI(Adapter):
                 )
         if plugin.scheduler is None:
             raise AdapterError("pp_size is 1: there is no pipeline; give the plugin a pp_size above 1 for the check")
-        COLOSSALAI.covers(vars(plugin), _COVERED)
+        COLOSSALAI.covers({**vars(plugin), "fp8_communication": plugin.shard_config.fp8_communication}, _COVERED)
         if plugin.precision not in _PRECISIONS:
             raise AdapterError(
                 f"precision is {plugin.precision}: {COLOSSALAI.adapter} covers fp32 and bf16; set it so for the check"
             )
-        communication = {"fp8_communication": plugin.shard_config.fp8_communication}
-        COLOSSALAI.covers(communication, {"fp8_communication": False})
         check_model(self.model.module)
 
     def _accumulation(self) -> Accumulation | None:

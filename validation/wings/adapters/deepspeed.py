@@ -21,20 +21,20 @@ from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.whitebox.handed_back import FlatShard, Gradient
-from pipeproof.whitebox.task import form, name_of
+from pipeproof.whitebox.task import form, name_of, pair_of
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
+from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import OfMicrobatch, Whole
 
 __all__ = ["DeepSpeedError", "check_step", "imports", "observe", "record_step", "validate"]
 
 DeepSpeedError = AdapterError
+pair = partial(pair_of, target="labels", error=AdapterError)
 DEEPSPEED = Framework("deepspeed", "deepspeed", ("0.19",), "pip install deepspeed==0.19.8")
 imports = DEEPSPEED.imports
 
@@ -89,7 +89,7 @@ def validate(
     whole = Whole(reference, partial(WholeDeepSpeed, reference, dtype), data, loss, alone=as_launched)
     if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
         # Numbers stand for labels made from several tensors.
-        pairs = [_pair(number, one) for number, one in enumerate(data)]
+        pairs = [pair(number, one) for number, one in enumerate(data)]
         labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
 
         def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
@@ -193,7 +193,7 @@ class DeepSpeed(Adapter):
                 f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
             )
         _check_loss(self.loss_fn)
-        return [_pair(number, one) for number, one in enumerate(microbatches)]
+        return [pair(number, one) for number, one in enumerate(microbatches)]
 
     def _check_count(self, microbatches: Sequence[Any]) -> None:
         DEEPSPEED.expect_count("gradient_accumulation_steps", self.engine.micro_batches, len(microbatches))
@@ -278,15 +278,6 @@ def _check_loss(loss_fn: Any) -> None:
     if loss_fn is not None:
         expected = "the PipelineModule's, a function of what the last layer gives and the labels"
         DEEPSPEED.expect_function("loss_fn", loss_fn, expected)
-
-
-def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
-    """Return a microbatch in the form of inputs and labels."""
-    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
-        found = type(microbatch).__name__
-        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
-        raise AdapterError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
-    return microbatch[0], microbatch[1]
 
 
 @contextmanager

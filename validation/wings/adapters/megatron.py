@@ -42,8 +42,7 @@ from pipeproof.wings.adapters.megatron_whole import (
     whole_loss,
 )
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep, Sight, telling
+from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import Whole
 
 __all__ = ["MegatronError", "check_step", "imports", "observe", "record_step", "validate"]
@@ -258,20 +257,20 @@ def gradients_of(chunk: Any) -> dict[nn.Parameter, Gradient]:
     buffers = [*getattr(chunk, "buffers", [])] if not callable(getattr(chunk, "buffers", None)) else []  # of its DDP
     for one in buffers:
         if one.ddp_config.use_distributed_optimizer and one.data_parallel_group.size() > 1:
-            found |= {parameter: shard for parameter, shard in _shards(one) if parameter in found}
+            found |= {parameter: _shard(one, parameter) for parameter in one.param_index_map if parameter in found}
     return found
 
 
-def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
-    """Yield this rank's shards of gradients in ``buffer``, whose buckets are each split among replicas."""
-    ranks = buffer.data_parallel_group.size()
-    for parameter, (start, end, number) in buffer.param_index_map.items():
-        bucket = buffer.buckets[number]
-        size = bucket.grad_data.numel() // ranks
-        first = bucket.offset + size * buffer.data_parallel_group.rank()
-        low, high = max(start, first), min(end, first + size)
-        part = parameter.main_grad.detach().flatten()[low - start : high - start] if low < high else None
-        yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
+def _shard(buffer: Any, parameter: Any) -> FlatShard:
+    """Return this rank's shard of the parameter's gradient in ``buffer``: replicas split each of its buckets."""
+    start, end, number = buffer.param_index_map[parameter]
+    bucket, group = buffer.buckets[number], buffer.data_parallel_group
+    size = bucket.grad_data.numel() // group.size()
+    first = bucket.offset + size * group.rank()
+    low, high = max(start, first), min(end, first + size)
+    if low >= high:
+        return FlatShard(None)
+    return FlatShard(parameter.main_grad.detach().flatten()[low - start : high - start], low - start)
 
 
 def divide(gradient: Gradient, scale: float) -> Gradient:

@@ -33,8 +33,7 @@ from pipeproof.wings.adapters.nanotron_place import (
     pretend_alone,
 )
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 from pipeproof.worlds.side_store import RanksAbsent, exchange
 

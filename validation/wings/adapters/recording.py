@@ -20,8 +20,7 @@ from pipeproof.records.record_file import write
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.adapters.framework import Framework
-from pipeproof.wings.adapters.sight import JobSight
-from pipeproof.wings.adapters.step import FrameworkStep
+from pipeproof.wings.adapters.step import FrameworkStep, JobSight
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 from pipeproof.worlds.timeout import END_S
@@ -114,7 +113,14 @@ class StepRecording:
                     if tensor is not None:
                         addresses.append(_address(key, self._exchange.rank))
                         self._exchange.give(addresses[-1], tensor)
-                mine = self._observe(self._step)
+                held = {
+                    self._own_name(self._step.name(stage, name)): stage
+                    for stage, module in self._step.stages.items()
+                    for name, _ in module.named_parameters(remove_duplicate=False)
+                }
+                given = None if self._microbatches is None else content_digests(self._microbatches)
+                kept = {key: (None if one is None else digest(one), shard) for key, (one, shard) in self._kept.items()}
+                mine = _RankStep(Arrival(held, given, self.problem), self._losses, self._norm, kept, self._shapes)
         if self.problem:
             mine = _RankStep(Arrival({}, None, self.problem))
         try:
@@ -148,16 +154,6 @@ class StepRecording:
     def _keep(self, kind: str, name: str, part: Tensor | None, shard: Shard | None) -> None:
         """Copy this rank's part. It asks no other rank, because an absent one would block the job."""
         self._kept[kind, name] = None if part is None else part.detach().to("cpu", copy=True), shard
-
-    def _observe(self, step: FrameworkStep) -> _RankStep:
-        held = {
-            self._own_name(step.name(stage, name)): stage
-            for stage, module in step.stages.items()
-            for name, _ in module.named_parameters(remove_duplicate=False)
-        }
-        given = None if self._microbatches is None else content_digests(self._microbatches)
-        kept = {key: (None if one is None else digest(one), shard) for key, (one, shard) in self._kept.items()}
-        return _RankStep(Arrival(held, given, self.problem), self._losses, self._norm, kept, self._shapes)
 
 
 def _address(key: _Key, rank: int) -> str:

@@ -16,6 +16,7 @@ from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.step import FrameworkStep, Sight
 
 _BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
+# The second place is for torch's own ``clip_grad_norm_``.
 _CLIPS = ((torch.nn.utils, "clip_grads_with_norm_"), (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"))
 for _place, _name in _CLIPS:
     belongs_to_rank(_place, _name, fresh=lambda clip: clip)
@@ -50,50 +51,38 @@ def step_of_schedule(schedule: Any, modules: Sequence[nn.Module], name: Callable
 def _watching(
     schedule: Any, recorders: list[Recorder], losses: list[Tensor], drawn: Drawn, sight: Sight
 ) -> Iterator[None]:
-    """Note losses and data, and notify ``sight`` of clipping and the norm, while open.
+    """Note losses and data, and notify ``sight`` of torch's first clipping, which begins with complete gradients.
 
-    Every torch accepts the step's microbatches.
+    Further parts of a model may be clipped separately. Every torch accepts the step's microbatches.
     """
-    with ExitStack() as stack:
-        recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
-        stack.callback(recorders[-1].stop)
-        clipped = stack.enter_context(report_clipping(sight))
-
-        def step(inner: Any, *given: Any, **named: Any) -> Any:
-            if clipped and getattr(schedule, "_has_backward", True):  # training after clipping is a second step
-                sight.complete()
-            for inputs in (given, *(named.get("arg_mbs") or ())):
-                if inputs:
-                    drawn.note_rows(inputs[:1])  # of the first stage
-            drawn.note_targets([named.get("target"), *(named.get("target_mbs") or ())])
-            found = named.get("losses")
-            found = [] if found is None else found
-            call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
-            made = call(*given, **{**named, "losses": found})
-            losses.extend(loss.detach().clone() for loss in found)
-            return made
-
-        stack.enter_context(around(schedule, "step", step))
-        yield
-
-
-@contextmanager
-def report_clipping(sight: Sight) -> Iterator[Sequence[Tensor]]:
-    """Notify ``sight`` of torch's first clipping while open; further parts of a model may be clipped separately.
-
-    Before it, gradients are complete. The returned list then has the norm. The second place is for torch's own
-    ``clip_grad_norm_``.
-    """
-    clipped = list[Tensor]()
+    clipped = False
 
     def clipping(clip: Any, parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
+        nonlocal clipped
         if not clipped:
-            clipped.append(total_norm)
+            clipped = True
             sight.complete()
             sight.norm(total_norm)
         return clip(parameters, max_norm, total_norm, *more, **named)
 
+    def step(inner: Any, *given: Any, **named: Any) -> Any:
+        if clipped and getattr(schedule, "_has_backward", True):  # training after clipping is a second step
+            sight.complete()
+        for inputs in (given, *(named.get("arg_mbs") or ())):
+            if inputs:
+                drawn.note_rows(inputs[:1])  # of the first stage
+        drawn.note_targets([named.get("target"), *(named.get("target_mbs") or ())])
+        found = named.get("losses")
+        found = [] if found is None else found
+        call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
+        made = call(*given, **{**named, "losses": found})
+        losses.extend(loss.detach().clone() for loss in found)
+        return made
+
     with ExitStack() as stack:
+        recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
+        stack.callback(recorders[-1].stop)
         for place, name in _CLIPS:
             stack.enter_context(around(place, name, clipping))
-        yield clipped
+        stack.enter_context(around(schedule, "step", step))
+        yield

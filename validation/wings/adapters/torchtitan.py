@@ -29,8 +29,7 @@ from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.drawn import Content, content_of_rows
 from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrap
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep
+from pipeproof.wings.adapters.step import FrameworkStep, Observation
 from pipeproof.wings.adapters.torch_schedule import step_of_schedule
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 
@@ -128,7 +127,7 @@ class Torchtitan(Adapter):
     def step(self) -> FrameworkStep:
         self._check_covered()
         step = step_of_schedule(
-            self.pp_schedule, self.model_parts, lambda _, name: TORCHTITAN.in_whole(global_name(name))
+            self.pp_schedule, self.model_parts, lambda _, name: TORCHTITAN.in_whole(unwrap(name, *_WRAPPERS))
         )
         return replace(step, accumulation=self._accumulation())
 
@@ -197,19 +196,16 @@ def bundles(backwards: Iterable[tuple[int, str, int]]) -> dict[int, list[list[in
     return {stage: [one for one in own if len(one) > 1] for stage, own in found.items()}
 
 
-def global_name(name: str) -> str:
-    """Return a parameter's name in the whole model: without wrappers around modules."""
-    return unwrap(name, *_WRAPPERS)
-
-
 def whole_of(reference: Callable[[], nn.Module], loss_fn: Any, microbatches: Sequence[Any]) -> Whole:
     """Return the whole model and torchtitan's loss: a sum over tokens, divided by the step's counted tokens."""
-    expected = "what pipeline_llm is given"
-    TORCHTITAN.expect("loss_fn", loss_fn, Callable, expected)
+    TORCHTITAN.expect("loss_fn", loss_fn, Callable, "what pipeline_llm is given")
     if isinstance(loss_fn, TORCHTITAN.module("components.loss").ChunkedLossWrapper):
         raise AdapterError("loss_fn is a ChunkedLossWrapper: use the loss in it for the check, CrossEntropyLoss say")
+    expected = "a pair of input_dict, which has an input, and labels, as torchtitan's dataloader gives it"
     for number, one in enumerate(microbatches):
-        _check(number, one)
+        pair = isinstance(one, tuple | list) and len(one) == 2
+        if not pair or not isinstance(one[0], Mapping) or "input" not in one[0]:
+            TORCHTITAN.expect(f"microbatch {number}", one, (), expected)
     packed = Packed.of([by_name(given, "input") for given, _ in microbatches])
 
     def prepare(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
@@ -223,13 +219,6 @@ def whole_of(reference: Callable[[], nn.Module], loss_fn: Any, microbatches: Seq
         Contract(loss_divisor=1.0),
         prepare,
     )
-
-
-def _check(number: int, microbatch: Any) -> None:
-    pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
-    if not pair or not isinstance(microbatch[0], Mapping) or "input" not in microbatch[0]:
-        expected = "a pair of input_dict, which has an input, and labels, as torchtitan's dataloader gives it"
-        TORCHTITAN.expect(f"microbatch {number}", microbatch, (), expected)
 
 
 def tokens_in(labels: Iterable[Any]) -> int:

@@ -23,8 +23,7 @@ from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.framework import AdapterError, around
-from pipeproof.wings.adapters.sight import Observation
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight
 from pipeproof.wings.adapters.torch_schedule import step_of_schedule
 from pipeproof.wings.adapters.transformers_stage import Stage
 from pipeproof.wings.adapters.transformers_trainer import TrainerStep, check_step, record_step

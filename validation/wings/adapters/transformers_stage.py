@@ -61,8 +61,8 @@ class Stage(nn.Module):
         self._inputs = tuple(inputs)
         self._received: Tensor | None = None
         own = _shallow(body)
-        others = [_LeftOut(self, of_before=k < first) for k in range(len(every))]
-        own._modules[name] = nn.ModuleList([layer if first <= k < last else others[k] for k, layer in enumerate(every)])
+        others = [_LeftOut(self) if k < first else _AsItIs() for k in range(len(every))]
+        own._modules[name] = nn.ModuleList([*others[:first], *every[first:last], *others[last:]])
         before, after = _around(model, body, name)
         own._modules |= {} if self.is_first else {one: _NoEmbedding() for one in before}
         own._modules |= {} if self.is_last else {one: _AsItIs() for one in after}
@@ -92,16 +92,17 @@ class Stage(nn.Module):
 
 
 class _LeftOut(nn.Module):
-    """Replaces another stage's layer: returns this stage's input, or the output of its own layers."""
+    """Replaces a layer before this stage's: returns the stage's input.
 
-    def __init__(self, stage: Stage, *, of_before: bool) -> None:
+    The model may have scaled what it took for an embedding, or added to it: that is not handed on.
+    """
+
+    def __init__(self, stage: Stage) -> None:
         super().__init__()
         self._stage = [stage]
-        self._of_before = of_before
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor | None:
-        # The model may have scaled what it took for an embedding, or added to it: that is not handed on.
-        return self._stage[0]._received if self._of_before else hidden
+    def forward(self, *_: Any, **__: Any) -> Tensor | None:
+        return self._stage[0]._received
 
 
 class _NoEmbedding(nn.Module):
@@ -112,7 +113,7 @@ class _NoEmbedding(nn.Module):
 
 
 class _AsItIs(nn.Module):
-    """Replaces another stage's norm with the identity."""
+    """Replaces a layer or norm behind this stage's layers with the identity."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden

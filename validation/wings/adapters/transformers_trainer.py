@@ -7,14 +7,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeproof.core.observe.shards import InShards
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.records.record import Record
 from pipeproof.reference.copied import deep_copy
-from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.drawn import Content
@@ -23,7 +22,6 @@ from pipeproof.wings.adapters.recording import StepRecording
 from pipeproof.wings.adapters.step import FrameworkStep, Sight
 from pipeproof.wings.adapters.transformers_whole import (
     TRANSFORMERS,
-    HfBatch,
     check_model,
     divisor,
     name_in_whole,
@@ -96,11 +94,8 @@ def check_step(
     for comparison with Trainer's own. reference: builds the whole model; None: a copy of the trainer's. floors and
     timeout_s: see ``SingleDevice`` and ``check_step``.
     """
-
-    def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[CheckedStep]:
-        build = partial(deep_copy, getattr(trainer, "model", None)) if reference is None else reference
-        return adapter.check_step(own, microbatches, reference=build, floors=floors, timeout_s=timeout_s)
-
+    build = partial(deep_copy, getattr(trainer, "model", None)) if reference is None else reference
+    begin = partial(adapter.check_step, reference=build, floors=floors, timeout_s=timeout_s)
     return _at_step(trainer, step, loss, begin)
 
 
@@ -112,11 +107,7 @@ def record_step(
     trainer, step, loss: as for ``check_step``. Otherwise like ``deepspeed.record_step``, on microbatches fetched by the
     trainer.
     """
-
-    def begin(own: Adapter, microbatches: Sequence[HfBatch] | None) -> AbstractContextManager[StepRecording]:
-        return adapter.record_step(own, microbatches, path, timeout_s=timeout_s)
-
-    return _at_step(trainer, step, loss, begin)
+    return _at_step(trainer, step, loss, partial(adapter.record_step, path=path, timeout_s=timeout_s))
 
 
 @contextmanager
@@ -178,14 +169,10 @@ class Trained(Adapter):
         model, losses = self.trainer.model, list[Tensor]()
         # Losses are averaged over all processes.
         factor = self.microbatches if self.loss == "mean" else 1 / self.trainer.accelerator.num_processes
-
-        def gradients() -> dict[nn.Parameter, Gradient]:
-            return {one: one.grad for one in model.parameters() if one.requires_grad}
-
         return FrameworkStep(
             {0: model},
             lambda _, name: name_in_whole(name),
-            gradients,
+            lambda: {one: one.grad for one in model.parameters() if one.requires_grad},
             lambda: [float(one) * factor for one in losses],
             partial(_watching, self.trainer, losses),
             unfinished=AdapterError("the trainer's optimizer took no step after the microbatches were fetched"),

@@ -1,6 +1,6 @@
 """The reference for a transformers causal language model's step: the model on one rank, and its own loss."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -153,17 +153,11 @@ def check_model(model: Any) -> None:
         raise AdapterError(
             f"{name} has another loss than that of a causal language model: {TRANSFORMERS.adapter} covers that alone"
         )
-    for where, rate in drops(model):
-        raise AdapterError(f"{where} is {rate}: set it to 0 for the check, in the config")
-
-
-def drops(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield every dropout of the model, with its rate."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
+    for where, module in model.named_modules():
+        for attribute, rate in vars(module).items():
             of_dropout = attribute == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
-            if (of_dropout or "drop" in attribute) and isinstance(value, float) and value > 0:
-                yield f"{name}.{attribute}", value
+            if (of_dropout or "drop" in attribute) and isinstance(rate, float) and rate > 0:
+                raise AdapterError(f"{where}.{attribute} is {rate}: set it to 0 for the check, in the config")
 
 
 def _check_loss(model: Any) -> None:

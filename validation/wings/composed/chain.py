@@ -20,9 +20,9 @@ from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEI
 from pipeproof.core.observe.sketch import Sketch
 from pipeproof.core.reason import Reason
 from pipeproof.pipeline.action import Kind
-from pipeproof.whitebox.call_matching import CallOrder, Column
+from pipeproof.whitebox.call_matching import CallOrder, Column, columns_at
 from pipeproof.whitebox.crossings import Context, collect_sent, find_detached, passages_of
-from pipeproof.whitebox.tensor_index import TOGETHER, Places
+from pipeproof.whitebox.tensor_index import TOGETHER, Both, Places
 from pipeproof.wings.composed.link import (
     TARGETS,
     Data,
@@ -43,7 +43,6 @@ _OUTSIDE = (
     "so what is expected is not known; let the stage itself add such a loss, or hand it on for the last stage's to add"
 )
 _SEVERAL = "stage {} gives several tensors and cannot be rerun, so gradients between its outputs are not checked"
-Both = tuple[Places, Places]  # tensors, and gradients
 Limits = defaultdict[tuple[str, int, int], float]  # by where, the tensor's number, and its call's
 
 
@@ -232,25 +231,18 @@ class Chain:
         known = {at: those for at, those in self.consumers.items() if at not in self.sources.untold}
         came = {n: _sum_of(those) for (of, n), those in known.items() if of == stage}
         handed = {n: input_of(of, n) for of, n in self.sources.inputs if of == stage}
-        for where, what, part, named, flows in (
-            (GIVEN, "input", "inputs", given, sent),
-            (MADE, "output", "outputs", made, again),
-            (KEPT, "input when the backward begins", "kept", given, sent),
-            (RECEIVED, "output gradient", "output_gradients", *((came, sent) if stage != self.last else (made, again))),
-            (HANDED_ON, "input gradient", "input_gradients", handed, again),
+        for where, named, flows in (
+            (GIVEN, given, sent),
+            (MADE, made, again),
+            (KEPT, given, sent),
+            (RECEIVED, *((came, sent) if stage != self.last else (made, again))),
+            (HANDED_ON, handed, again),
         ):
-            rows = [getattr(call, part) for call in calls]
-            members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
-            places, elsewhere = flows if where in (GIVEN, MADE, KEPT) else reversed(flows)
-            expected = {number for number, place in named.items() if place in places}
-            for number in sorted(set().union(expected, *members)):
-                observed = tuple(member.get(number) for member in members)
-                place = named.get(number, "")
-                kind = Kind.FORWARD if where in (GIVEN, MADE) else Kind.BACKWARD
-                name = f"{what} {number}" if number else what
-                own = (place,) if place and kind is Kind.FORWARD else ()
-                judged = where == KEPT or bool(place)
-                column = Column(kind, where, name, number, observed, places, elsewhere, own, place, judged)
+            expected = {n for n, place in named.items() if place in flows[where in (RECEIVED, HANDED_ON)]}
+            for column in columns_at(where, calls, flows, expected):
+                place = named.get(column.number, "")
+                own = (place,) if place and column.kind is Kind.FORWARD else ()
+                column = replace(column, own=own, place=place, judged=where == KEPT or bool(place))
                 yield self._round(column, stage, limits) if where == RECEIVED else column
 
     def _round(self, column: Column, stage: int, limits: Limits) -> Column:

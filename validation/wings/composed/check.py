@@ -1,12 +1,9 @@
 """Check one step of a running job link by link; each rank needs only its own stages."""
 
 import math
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -346,8 +343,7 @@ class ComposedCheck(CheckedStep):
 
     def _conclude(self, parts: Sequence[tuple[RankReport, OwnPart, OwnEvidence]]) -> Verdict:
         reports, own, evidence = zip(*parts, strict=True)
-        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
-        seconds, lines = perf_counter() - self._began, self._agreed.lines
+        lines = self._agreed.lines
         obstacle = self._obstacle or describe_problems({report.rank: one.problem for report, one, _ in parts})
         said = obstacle and len(parts) == self._exchange.ranks  # the missing rank has given the reason
         ended = how_ranks_ended(reports, None if said else self._absent)
@@ -358,11 +354,10 @@ class ComposedCheck(CheckedStep):
             cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
             obstacle = not_one(lines.of_line(weights), cure)
         if ended is not None or obstacle:
-            return replace(not_compared(obstacle, ended), seconds=seconds, rerun=rerun)
+            return self._timed(not_compared(obstacle, ended))
         wholes = Whole.of(own, self._agreed, self._by)
         which = "" if self._agreed.only is None else f"stage {self._agreed.only} of "
-        title = f"{which}a step of this job, link by link"
-        verdict = judge(wholes, weights, title=title, rerun=rerun, seconds=seconds)
+        verdict = self._timed(judge(wholes, weights, title=f"{which}a step of this job, link by link"))
         return explain_safely(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
 
     def _close(self) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation
 from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import FP32, LEAD
 from pipeproof.core.observe.shards import local_tensor
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import Floor, default_floor, lead, same_bits
+from pipeproof.core.tolerance import Floor, lead, same_bits
 from pipeproof.core.verdict import Verdict, describe_error
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.cause_rules import STALE
@@ -29,7 +29,6 @@ from pipeproof.wings.composed.causes import OwnEvidence, RightStep
 from pipeproof.wings.composed.collect import Begun
 from pipeproof.wings.composed.loss import Division
 from pipeproof.wings.composed.rerun import StageRerun
-from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.start import Agreed
 from pipeproof.wings.composed.sums import ReplicaSums, StageShares
@@ -51,7 +50,7 @@ _UNSOUGHT = "the cause was not sought: {}"
 
 
 @dataclass(frozen=True)
-class Allowed(Unmeasured):
+class StageFloors(Allowed):
     """Rounding of a stage's gradients, measured once one differs in a bit.
 
     ``names``: the ``stage``'s name of each compared gradient, by the model's names. ``sums``: sums over all replicas.
@@ -66,7 +65,7 @@ class Allowed(Unmeasured):
     def gradient(self, name: str) -> Floor:
         stage, own = self.stage, self.stage.gradients[self.names[name]]
         measured = None if own is None else stage.floor(self.names[name], self.sums.size(name, own))
-        floor = default_floor(self.precision) if measured is None else measured
+        floor = self.floor if measured is None else measured
         whole = self.sums.floor(name, floor if stage.inside is None else floor.through(stage.inside))
         observed, expected = self.observed.get(name), self.expected.get(name)
         # Where there are no replicas, and all that flows is as it was, sums alone may differ. How far they lead then
@@ -115,7 +114,7 @@ class OwnGradients:
         if not stage.closed:
             return
         self._note_untrained(stage)
-        allowed = Allowed(FP32, stage, names, self.replicas, observed, expected)
+        allowed = StageFloors(stage, names, self.replicas, observed, expected)
         hooks, parameters = self.replicas.hooks, self.shards.parameters
         hooked = {name: Reason.HOOKS.doubt(_BY_HOOK.format(hooks[name])) for name in names if name in hooks}
         own = [name for name in names if _has_hooks(parameters[name], observed.get(name))]
@@ -173,7 +172,7 @@ class OwnGradients:
             self.ledger.skip("gradient", f"{reason} to train")
 
     def _explain(
-        self, allowed: Allowed, numbers: Sequence[int], names: Mapping[str, str], wrong: Collection[str]
+        self, allowed: StageFloors, numbers: Sequence[int], names: Mapping[str, str], wrong: Collection[str]
     ) -> None:
         """Find causes of the ``wrong`` gradients, among all with ``names``."""
         stage = allowed.stage

@@ -8,49 +8,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeproof.core.limits import HALF, Precision, coarsest, precision_of
+from pipeproof.core.limits import HALF, coarsest, precision_of
 from pipeproof.core.observe.elements import all_finite, in_fp64
 from pipeproof.core.observe.recording import MADE
 from pipeproof.core.observe.sketch import Sketch
-from pipeproof.core.tolerance import Floor, default_floor, error, floor_of
+from pipeproof.core.tolerance import Floor, error, floor_of
 from pipeproof.reference.accumulation import length_of
 from pipeproof.reference.step import Contribution, Site
 from pipeproof.wings.composed.link import Point
 from pipeproof.wings.composed.loss import LossExpected
 
 _PIECE = 1 << 18  # elements
-_OTHER_UPDATE = (
-    0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be observed
-)
 
 
 def length_in_pieces(gradient: Tensor) -> float:
     """Compute the 2-norm in fp64; a large gradient in pieces, because fp64 doubles it."""
     pieces = torch.split(gradient.detach().reshape(-1), _PIECE)
     return length_of(gradient.detach()) if len(pieces) < 2 else math.hypot(*map(length_of, pieces))
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """Rounding of a repeated computation with identical operations; ``apart``: the observed one on losses."""
-
-    precision: Precision
-    apart: float = field(default=0.0, kw_only=True)
-
-    def loss(self, microbatch: int) -> Floor:
-        return replace(default_floor(self.precision), rounding=self.apart)
-
-    def total(self) -> Floor:
-        return self.loss(0)
-
-    def norm(self) -> Floor:
-        return default_floor(self.precision)
-
-    def gradient(self, name: str) -> Floor:
-        return default_floor(self.precision)
-
-    def update(self, name: str) -> Floor:
-        return replace(default_floor(self.precision), fault=_OTHER_UPDATE)
 
 
 @dataclass

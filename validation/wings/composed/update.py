@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,22 +12,24 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation
 from pipeproof.core.ledger import Heading, Ledger
 from pipeproof.core.limits import precision_among
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.shards import add_partial, local_tensor
 from pipeproof.core.reason import Reason
-from pipeproof.core.tolerance import same_bits
+from pipeproof.core.tolerance import default_floor, same_bits
 from pipeproof.core.verdict import describe_error
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
 from pipeproof.reference.copied import deep_copy
-from pipeproof.wings.composed.rounding import Unmeasured
 
 LAW = "updated-parameters"
 _MASTER = "its master copy, in its own type"
+_OTHER_UPDATE = (
+    0.02  # the least fault of an update whose gradient is right, relative to it: half of it must be observed
+)
 _BY_ELEMENT = (  # optimizers that treat elements independently
     optim.ASGD,
     optim.Adadelta,
@@ -98,7 +101,8 @@ class WeightsAfter:
         if self._update is not None:
             before, after = self._update
             expected = ExpectedOperation("train", (), (), before=before, parameters=after)
-            at = Comparison(expected, Unmeasured(precision_among(before.values())), self._ledger)
+            floor = replace(default_floor(precision_among(before.values())), fault=_OTHER_UPDATE)
+            at = Comparison(expected, Allowed(floor=floor), self._ledger)
             for name, one in self._own.parameters.items():
                 if name in after:
                     at.parameter(name, self._masters.get(name, one), rank=rank, stage=self._own.places[name])

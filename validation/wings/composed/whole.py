@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from pipeproof.core.comparison import Comparison, ExpectedOperation
+from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation, expect_operation
 from pipeproof.core.execution import Execution
 from pipeproof.core.judge import conclude
 from pipeproof.core.ledger import Ledger
@@ -14,13 +14,13 @@ from pipeproof.core.observe.observed import Crossing, Observed, Passed, RankOper
 from pipeproof.core.observe.recording import RECEIVED
 from pipeproof.core.oracle import Conditions
 from pipeproof.core.reason import Reason
+from pipeproof.core.tolerance import default_floor
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.chain import Chain, why_unsure
 from pipeproof.wings.composed.composed import AgainstItself
 from pipeproof.wings.composed.link import Data, Link, StageCalls
-from pipeproof.wings.composed.rounding import Unmeasured
 from pipeproof.wings.composed.start import Agreed
 from pipeproof.wings.composed.weights import Weights, enter_weights
 from pipeproof.wings.composed.wiring import enter_wiring
@@ -188,12 +188,9 @@ class Whole:
         names, places = self.agreed.first, self.agreed.places
         if not self.agreed.known:
             ledger.skip("parameters-once", "the model is not known: pass build= to have its parameters counted")
-        own = Comparison(ExpectedOperation("train", (), ()), Unmeasured(FP32), ledger)
-        for name in dict.fromkeys([*names, *places]) if self.agreed.known else ():
-            those, expected = places.get(name, ()), int(name in names)
-            rank, stage = next(iter(those), (None, None))
-            count = min(len(those), 1) if expected else len(those)
-            own.count_holders(name, count, expected=expected, rank=rank, stage=stage)
+        else:
+            counts = {name: 1 if name in names else len(those) for name, those in places.items()}
+            Comparison(ExpectedOperation("train", (), ()), Allowed(), ledger).count_holders(names, counts, places)
         at.orders(0, frozenset(), backward=True)
         at.count_reshaped(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
@@ -225,18 +222,16 @@ class Whole:
         ``totals``: further allowed values of the loss over all replicas. With unequal numbers of microbatches, either
         replicas or microbatches may count equally.
         """
-        expected = self.expected
-        operation = ExpectedOperation(
-            "train", ("",) * len(expected.losses), expected.losses, expected.loss, expected.norm
-        )
+        operation = expect_operation(self.expected)
         parts = [part for part in self.parts if part.links]
         last, usual = self._links.get(self.chain.last, ()), self.precision
         if law == "grad-norm":
-            allowed = Unmeasured(coarsest([part.summed for part in parts]))
+            allowed = Allowed(floor=default_floor(coarsest([part.summed for part in parts])))
         else:  # losses round as their own type
             own_types = [precision_of(one.loss_type) for one in last if one.loss_type is not None]
             precision, apart = coarsest(own_types or [usual]), max((link.loss_apart for link in last), default=0.0)
-            allowed = Unmeasured(replace(precision, most=max(precision.most, usual.most)), apart=apart)
+            floor = default_floor(replace(precision, most=max(precision.most, usual.most)))
+            allowed = Allowed(floor=replace(floor, rounding=apart))
         at = partial(Comparison, allowed=allowed, ledger=ledger)
         for rank, own in enumerate(part.reported for part in self.parts):
             if law == "grad-norm":
@@ -246,7 +241,7 @@ class Whole:
             for losses in own.losses:
                 at(operation).losses(losses, rank=rank)
             for loss in own.loss:
-                _, nearest = min((abs(one - loss), one) for one in (expected.loss, *totals))
+                _, nearest = min((abs(one - loss), one) for one in (self.expected.loss, *totals))
                 at(replace(operation, loss=nearest)).loss(loss, rank=rank)
 
     def unknown(self, law: str) -> str:
@@ -261,7 +256,7 @@ class Whole:
         return next((why for part in self.parts for why in part.unsure.values()), "")
 
 
-def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, rerun: str, seconds: float) -> Verdict:
+def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str) -> Verdict:
     """Judge a step from ``wholes``, its lines of ranks; without causes.
 
     ``weights``: each rank's initial ones.
@@ -288,7 +283,7 @@ def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str, re
         for law in LAWS[3:]:
             ledger.remark(law, AS_IT_CAME)
     ledger.mismatches.sort(key=lambda one: laws.index(one.law))
-    return conclude(ledger, title, otherwise=wholes[0].precision, rerun=rerun, seconds=seconds)
+    return conclude(ledger, title, otherwise=wholes[0].precision)
 
 
 def _enter_reported(wholes: Sequence[Whole], ledger: Ledger) -> None:

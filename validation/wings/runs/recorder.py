@@ -61,7 +61,7 @@ class RunStep:
         self._note(lambda _: self._numbers(losses, {"loss": loss, "norm": norm}))
 
     def wrap(self, parts: Parts) -> Parts:
-        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
+        """As ``CheckedStep.wrap``."""
         return look_at(parts, self.gradients)
 
     def __exit__(
@@ -260,9 +260,8 @@ def record_run(
     what. Each rank writes ``rank-N.jsonl`` into the folder ``to``, and what several keep of parts of a parameter adds
     up to what one keeps of all of it.
 
-    modules: this rank's stages by number. A single module is the stage of this rank's number. optimizer: this rank's,
-    or several: their learning rates and so on are kept. rename: from a stage's number and a name in it to the name in
-    the whole model. every: keep one step of so many. resume: go on in a folder that a job left which was stopped; steps
+    modules: as of ``check_step``. optimizer: this rank's, or several: their learning rates and so on are kept. rename:
+    as of ``check_step``. every: keep one step of so many. resume: go on in the folder of a job that was stopped; steps
     that are made anew take the place of those that were there.
 
     Raises ``RecordError`` for invalid arguments, and for a folder with another run. Later problems are warnings, and

@@ -9,15 +9,14 @@ Use of a buffer in flight is a race, reported with the lines that caused it: a r
 wait, and a sent buffer is compared when it leaves. A state where no rank can go on is a deadlock, reported at once with
 who waits for whom. Each rank has its own clock, and its own copy of Python's process-wide state.
 
-It has two halves. ``engine`` knows no torch: ``scheduler`` (turns), ``adversaries`` and ``guide`` (decisions),
-``exploration`` (remaining runs), ``clock``. The other half wraps torch.distributed: ``network`` and ``collectives``
-carry messages, ``group`` and ``work`` face torch, ``uses`` watches buffers, ``own_state`` separates ranks, and
+It has two halves. ``engine`` knows no torch: ``scheduler`` (turns), ``decisions``, ``exploration`` (remaining runs),
+``clock``. The other half wraps torch.distributed: ``network`` and ``collectives``
+carry messages, ``group`` and ``work`` face torch, ``buffers`` are in flight, ``own_state`` separates ranks, and
 ``torch_inside`` has all private names of torch.
 
 It is the ``World`` of kind "simulated". Begin with ``world``, then ``play``: a run from its first turn to its last.
 """
 
-from pipeproof.wings.simulated.engine.guide import parse_interleaving as parse_interleaving
 from pipeproof.wings.simulated.engine.simulation import EVERY as EVERY
 from pipeproof.wings.simulated.engine.simulation import Decisions as Decisions
 from pipeproof.wings.simulated.engine.simulation import Simulation as Simulation

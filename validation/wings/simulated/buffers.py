@@ -1,10 +1,14 @@
-"""Buffers in flight: their contents, the life of their memory, and racing code."""
+"""Buffers in flight: their contents, the life of their memory, and racing code.
+
+Contents are those of ``tensor.data``, on the same memory, without history, with its own version counter.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from pipeproof.core.observe.elements import byte_range
 from pipeproof.core.observe.stack import Stack
 from pipeproof.wings.simulated.torch_inside import Memory, unwatch
 from pipeproof.worlds.rank_report import Race
@@ -16,26 +20,23 @@ Version = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: the numbe
 def poison(tensors: Sequence[Tensor]) -> None:
     """Fill buffers with values that correct code never uses: NaN, or the largest number of their type."""
     for tensor in tensors:
-        _bare(tensor).fill_(_worst(tensor.dtype))
-
-
-@unwatch
-def fill(tensors: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
-    """Write ``contents`` into buffers like a transport, unseen by autograd."""
-    for tensor, content in zip(tensors, contents, strict=True):
-        _bare(tensor).copy_(content.view(tensor.shape) if content.numel() == tensor.numel() else content)
+        worst: float = float("nan")
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            worst = True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+        tensor.data.fill_(worst)
 
 
 @unwatch
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copy the current contents of buffers."""
-    return tuple(_bare(tensor).clone() for tensor in tensors)
+    return tuple(tensor.data.clone() for tensor in tensors)
 
 
 @unwatch
 def is_unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """True if buffers hold the same bits as before."""
-    return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
+    bits = [[one.data.contiguous().reshape(-1).view(torch.uint8) for one in some] for some in (tensors, before)]
+    return all(torch.equal(one, other) for one, other in zip(*bits, strict=True))
 
 
 def versions(tensors: Sequence[Tensor]) -> list[Version]:
@@ -54,17 +55,12 @@ def describe(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
-def place_of(tensor: Tensor) -> int:
-    """Return the start address of a tensor's memory."""
-    return tensor.untyped_storage().data_ptr()
-
-
 @unwatch
 def overlap(one: Tensor, other: Tensor) -> bool:
     """True if two tensors share memory."""
-    if place_of(one) != place_of(other):
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    here, there = _span(one), _span(other)
+    here, there = byte_range(one), byte_range(other)
     if max(here.start, there.start) >= min(here.stop, there.stop):
         return False
     whole = one.is_contiguous() and other.is_contiguous()
@@ -74,21 +70,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 @unwatch
 def is_within(one: Tensor, other: Tensor) -> bool:
     """True if another tensor's memory contains this one's."""
-    here, there = _span(one), _span(other)
+    here, there = byte_range(one), byte_range(other)
     return overlap(one, other) and there.start <= here.start and here.stop <= there.stop
 
 
 def race(kind: str, rank: int, said: str, **stacks: Stack) -> Race:
     """The error: a sentence, and for each stack, by what ran there, its innermost line."""
     return Race(kind, rank, said, tuple((what.replace("_", " "), stack[0]) for what, stack in stacks.items() if stack))
-
-
-def _span(tensor: Tensor) -> range:
-    size = tensor.element_size()
-    first = tensor.storage_offset() * size
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((length - 1) * step for length, step in steps) if tensor.numel() else 0
-    return range(first, first + count * size)
 
 
 def _elements(tensor: Tensor) -> set[int]:
@@ -99,21 +87,6 @@ def _elements(tensor: Tensor) -> set[int]:
     return set(places.flatten().tolist())
 
 
-def _bare(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, without history, with its own version counter."""
-    return tensor.data
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _worst(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max
-
-
 class HeldTensors:
     """Tensors and their contents at construction. It keeps objects and, like a transport, addresses of memory.
 
@@ -122,7 +95,7 @@ class HeldTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.before = copies(tensors)
+        self.before = self._asked = copies(tensors)
         self._memory = [Memory(tensor) for tensor in tensors]
 
     @property
@@ -136,9 +109,10 @@ class HeldTensors:
         there = self._there()
         return there is not None and not is_unchanged(there, self.before)
 
-    def differs(self, contents: Sequence[Tensor]) -> bool:
-        """True if memory differs from ``contents``, or is gone."""
-        return self.freed or not is_unchanged(self.contents, contents)
+    def was_written(self) -> bool:
+        """True if memory was written since the last call, or is gone."""
+        before, self._asked = self._asked, self.contents
+        return self.freed or not is_unchanged(self._asked, before)
 
     @property
     def contents(self) -> tuple[Tensor, ...]:
@@ -146,10 +120,12 @@ class HeldTensors:
         there = self._there()
         return tuple(self.before) if there is None else copies(there)
 
+    @unwatch
     def fill(self, contents: Sequence[Tensor]) -> None:
-        """Write ``contents`` into the remaining memory."""
+        """Write ``contents`` into the remaining memory like a transport, unseen by autograd."""
         if (there := self._there()) is not None:
-            fill(there, contents)
+            for tensor, content in zip(there, contents, strict=True):
+                tensor.data.copy_(content.view(tensor.shape) if content.numel() == tensor.numel() else content)
 
     @unwatch
     def _there(self) -> list[Tensor] | None:

@@ -1,18 +1,104 @@
 """The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
 
 from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import dropwhile
 
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.core.observe.stack import own_stack
 from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.wings.simulated.buffers import HeldTensors, copies, describe, fit, race
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
-from pipeproof.wings.simulated.message_endpoints import Batch, End, Ends, Room, Way
-from pipeproof.wings.simulated.store import Communicator
+from pipeproof.wings.simulated.store import MEETING, Communicator
 from pipeproof.wings.simulated.torch_inside import unwatch
 from pipeproof.wings.simulated.work import SimulatedWork, Works
+
+Way = tuple[Hashable, ...]  # what tells channels apart, or inboxes, or queues
+
+
+@dataclass(eq=False)
+class Channel:
+    """Messages that meet in order, and the room in which the network buffers them: a number of bytes.
+
+    A message larger than all is never buffered. Room is returned in the order of taking. So the time when it is free
+    depends on the times of earlier messages, and not on the order in which a run visits them. ``inbox``: the channels
+    of all senders to a receiver share it, where messages have names.
+    """
+
+    inbox: Way
+    room: int
+    unmatched: "deque[End]" = field(default_factory=deque)  # sends alone, or receives alone
+    unkept: "deque[End]" = field(default_factory=deque)  # sends still here
+    unreceived: "deque[End]" = field(default_factory=deque)  # with room: unreceived sends
+    _inside: "deque[End]" = field(default_factory=deque)  # sends with a part of the room
+    _free_s: float = 0.0
+
+    def holds(self, size_bytes: int) -> bool:
+        """True if a message of this size fits at all."""
+        return 0 < self.room >= size_bytes
+
+    def has_room(self, size_bytes: int) -> bool:
+        """True if a message fits now."""
+        there = dropwhile(lambda one: one.left_s is not None, self._inside)
+        return self.holds(size_bytes) and sum(one.size_bytes for one in there) + size_bytes <= self.room
+
+    def take(self, send: "End") -> float:
+        """Take room for the next message, free from this time on; an oversized message waits for it too."""
+        self._inside.append(send)
+        while len(self._inside) > 1 and sum(one.size_bytes for one in self._inside) > self.room:
+            self._free_s = max(self._free_s, self._inside.popleft().left_s or 0.0)
+        return self._free_s
+
+
+@dataclass(eq=False)
+class MessageQueue:
+    """Batches of ends, one at a time. ``ended_s``: time of the last finished end."""
+
+    batches: "deque[list[End]]" = field(default_factory=deque)
+    ended_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Batch:
+    """Ends posted together by one call. ``left``: number still to come."""
+
+    left: int
+    works: list[SimulatedWork] = field(default_factory=list)
+    freed_s: dict[MessageQueue, float] = field(default_factory=dict)  # time when they became next in each queue
+
+
+@dataclass(eq=False)
+class End:
+    """One end of a message. ``rank`` and ``peer`` are numbers in its communicator; no peer: from any rank."""
+
+    rank: int
+    peer: int | None
+    sends: bool
+    held: HeldTensors
+    work: SimulatedWork
+    batch: Batch
+    channel: Channel
+    queue: MessageQueue | None
+    other: "End | None" = None
+    offered: bool = False
+    kept: bool = False  # a message whose send has ended, by the network
+    left_s: float | None = None  # time when it gave its room back
+    freed: int = -1  # the event that made it next in its queue
+    freed_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its tensors."""
+        return sum(tensor.nbytes for tensor in self.held.before)
+
+    @property
+    def is_next(self) -> bool:
+        """True if its turn in its queue has come."""
+        return self.kept or self.queue is None or self in self.queue.batches[0]
 
 
 class Network:
@@ -25,45 +111,62 @@ class Network:
         self.scheduler = scheduler
         self.rules = rules
         self.works = Works(scheduler)
-        self._room = Room(room)
         self.latency_s = latency_s
+        self._room = room
+        self._communicators: list[Communicator] = []
         self._batches: dict[int, Batch] = {}
-        self._ends: defaultdict[Way, Ends] = defaultdict(Ends)
+        self._channels: dict[Way, Channel] = {}
+        self._queues: defaultdict[Way, MessageQueue] = defaultdict(MessageQueue)
         self._from_any: defaultdict[Way, deque[End]] = defaultdict(deque)
-        self._ended_s: defaultdict[Way, float] = defaultdict(float)  # time of the last finished end, by queue
-        self._queues: defaultdict[Way, deque[list[End]]] = defaultdict(deque)
-        self._unkept: defaultdict[Way, deque[End]] = defaultdict(deque)  # sends still here
-        self._unreceived: defaultdict[Way, deque[End]] = defaultdict(deque)  # with room: unreceived sends
+
+    def join(self, store: Store, rank: int, size: int, *, on_host: bool) -> Communicator:
+        """Let the running rank join the communicator of ``store``, one for all its ranks, as number ``rank``."""
+        number = int(store.compare_set(MEETING, "", str(len(self._communicators))).decode())
+        if number == len(self._communicators):
+            self._communicators.append(Communicator(number, size, on_host))
+        found, world_rank = self._communicators[number], self.scheduler.running
+        if size == len(self.scheduler.seats) and rank == world_rank:
+            found.members |= {one: one for one in range(size) if one not in found.members}  # also those still to come
+        found.members[rank] = world_rank
+        found.made[world_rank] = own_stack()
+        return found
 
     def batch(self, count: int) -> None:
         """Announce a batch: the running rank's next ``count`` messages come from one call."""
         self._batches[self.scheduler.running] = Batch(count)
 
     @unwatch
-    def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
-        """Post a send by the running rank."""
-        stack, given = own_stack(), [] if self.rules.buffered else tensors
-        self.works.uses(tensors, stack)
-        wait, on_stream = _waiting("a send to", communicator, peer), self.on_stream(communicator)
-        work = self.works.add(
-            SimulatedWork(self.scheduler, wait, stack, given, (), posted_as="sent", on_stream=on_stream)
-        )
-        held = HeldTensors(copies(tensors)) if self.rules.buffered else work.given
-        self._post(End(communicator, rank, peer, tag, True, held, work, self._current()))
-        return work
-
-    @unwatch
-    def receive(
-        self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
+    def post(
+        self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor], *, sends: bool
     ) -> SimulatedWork:
-        """Post a receive by the running rank."""
-        stack = own_stack()
-        self.works.claims(tensors, stack)
-        wait, on_stream = _waiting("a message from", communicator, peer), self.on_stream(communicator)
-        work = self.works.add(
-            SimulatedWork(self.scheduler, wait, stack, (), tensors, posted_as="received", on_stream=on_stream)
+        """Post the running rank's end of a message: a send, or a receive."""
+        stack, rules = own_stack(), self.rules
+        (self.works.uses if sends else self.works.claims)(tensors, stack)
+        given: Sequence[Tensor] = tensors if sends and not rules.buffered else ()
+        work = SimulatedWork(
+            self.scheduler,
+            partial(_describe_wait, communicator, peer, sends),
+            stack,
+            given,
+            () if sends else tensors,
+            posted_as="sent" if sends else "received",
+            on_stream=self.on_stream(communicator),
         )
-        self._post(End(communicator, rank, peer, tag, False, work.awaited, work, self._current()))
+        self.works.add(work)
+        held = work.awaited
+        if sends:
+            held = HeldTensors(copies(tensors)) if rules.buffered else work.given
+        ends = (rank, peer) if sends else (peer, rank)
+        way: Way = (communicator.number, *ends, *((tag,) if rules.by_name else ()))
+        channel = self._channels.setdefault(way, Channel((way[0], *way[2:]), self._room))
+        scope = (communicator.number, rank, *(peer, sends)[: max(rules.queue - 1, 0)])
+        queue = self._queues[scope] if rules.queue is not Queue.NONE else None
+        batch = self._batches.get(self.scheduler.running) or Batch(1)
+        self._add(End(rank, peer, sends, held, work, batch, channel, queue))
+        self.scheduler.pause()
+        if rules.blocking and not batch.left:
+            for one in batch.works:
+                one.hold()
         return work
 
     def on_stream(self, communicator: Communicator) -> bool:
@@ -87,118 +190,88 @@ class Network:
                 said = f"rank {rank} returned and had never waited for {work.text}"
                 self.scheduler.tell(race("never-waited", rank, said, posted=work.stack))
 
-    def _current(self) -> Batch:
-        return self._batches.get(self.scheduler.running) or Batch(1)
-
-    def _post(self, end: End) -> None:
-        batch, rank = end.batch, self.scheduler.running
+    def _add(self, end: End) -> None:
+        """Add an end to its batch, queue and channel, where it meets the other one, if that is there."""
+        batch, channel = end.batch, end.channel
         batch.left -= 1
         batch.works.append(end.work)
         if self.rules.one_stream:
             end.work.together = batch.works
         if not batch.left:
-            self._batches.pop(rank, None)
+            self._batches.pop(self.scheduler.running, None)
         if self.rules.buffered and end.sends:
             end.work.end()
-        self._enqueue(end)
+        if end.queue is not None:
+            batches = end.queue.batches
+            if batches and batches[-1][-1].batch is batch:
+                batches[-1].append(end)
+            else:
+                batches.append([end])
+            if len(batches) == 1:
+                batch.freed_s.setdefault(end.queue, end.queue.ended_s)
+            end.freed_s = batch.freed_s.get(end.queue, 0.0)
         if end.sends and self._room:
-            self._unreceived[self._way(end)].append(end)
-        self._match(end)
-        if end.sends and not self.rules.by_name:
-            self._unkept[self._way(end)].append(end)
-            self._keep(self._way(end))
-        self.scheduler.pause()
-        if self.rules.blocking and not batch.left:
-            for work in batch.works:
-                work.hold()
-
-    def _enqueue(self, end: End) -> None:
-        if (way := self._queue(end)) is None:
-            return
-        queue = self._queues[way]
-        if queue and queue[-1][-1].batch is end.batch:
-            queue[-1].append(end)
-        else:
-            queue.append([end])
-        if len(queue) == 1:
-            end.batch.freed_s.setdefault(way, self._ended_s[way])
-        end.freed_s = end.batch.freed_s.get(way, 0.0)
-
-    def _queue(self, end: End) -> Way | None:
-        if self.rules.queue is Queue.NONE:
-            return None
-        return (end.communicator.number, end.rank, *(end.peer, end.sends)[: self.rules.queue - 1])
-
-    def _match(self, end: End) -> None:
-        """Match this end with a posted one."""
+            channel.unreceived.append(end)
         if end.peer is None:
-            self._from_any[end.communicator.number, end.rank, end.tag].append(end)
-            self._offer_to_any(end)
-            return
-        ends = self._ends[self._way(end)]
-        theirs, own = (ends.receives, ends.sends) if end.sends else (ends.sends, ends.receives)
-        if theirs:
-            end.other = theirs.popleft()
+            self._from_any[channel.inbox].append(end)
+        elif channel.unmatched and channel.unmatched[0].sends is not end.sends:
+            end.other = channel.unmatched.popleft()
             end.other.other = end
             self._offer(end)
         else:
-            own.append(end)
+            channel.unmatched.append(end)
         self._offer_to_any(end)
+        if end.sends and not self.rules.by_name:
+            channel.unkept.append(end)
+            self._keep(channel)
 
     def _offer_to_any(self, end: End) -> None:
         """Offer a receive from any rank to each sender's first message."""
-        receiver = end.peer if end.sends else end.rank
-        inbox = (end.communicator.number, receiver, end.tag)
+        inbox = end.channel.inbox
         if inbox not in self._from_any:
             return
         self.scheduler.touch(("inbox", inbox), changes=not end.sends and end.peer is not None)
-        for ends in self._to(inbox):
-            for send in ends.sends:
-                self.scheduler.withdraw(send.work.name)
+        for channel in self._sending_to(inbox):
+            for send in channel.unmatched:
+                self.scheduler.moves.pop(send.work.name, None)
             if self._from_any[inbox]:
-                first = ends.sends[0]
-                self.scheduler.offer(first.work.name, unwatch(partial(self._arrive, inbox, ends, first)))
+                first = channel.unmatched[0]
+                self.scheduler.moves[first.work.name] = unwatch(partial(self._arrive, first))
 
-    def _to(self, inbox: Way) -> list[Ends]:
-        """Return each sender's ends for an inbox."""
-        return [ends for (one, _, *way), ends in self._ends.items() if (one, *way) == inbox and ends.sends]
+    def _sending_to(self, inbox: Way) -> list[Channel]:
+        """Return the channels with sends for an inbox."""
+        every = [one for one in self._channels.values() if one.inbox == inbox]
+        return [one for one in every if one.unmatched and one.unmatched[0].sends]
 
-    def _arrive(self, inbox: Way, ends: Ends, send: End) -> None:
+    def _arrive(self, send: End) -> None:
+        inbox = send.channel.inbox
         receive = self._from_any[inbox].popleft()
         self.scheduler.touch(("inbox", inbox), changes=True)
-        for others in self._to(inbox):
-            self.scheduler.history.rival(others.sends[0].work.name)
-        ends.sends.popleft()
+        for channel in self._sending_to(inbox):
+            self.scheduler.history.rival(channel.unmatched[0].work.name)
+        send.channel.unmatched.popleft()
         self._carry(send, receive)
         self._offer_to_any(send)
-
-    def _way(self, end: End) -> Way:
-        sender, receiver = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
-        return (end.communicator.number, sender, receiver, *((end.tag,) if self.rules.by_name else ()))
 
     def _offer(self, end: End) -> None:
         """Offer a message once both ends are first in their queues."""
         other = end.other
-        if other is None or end.offered or other.offered or not (self._next(end) and self._next(other)):
+        if other is None or end.offered or other.offered or not (end.is_next and other.is_next):
             return
         send, receive = (end, other) if end.sends else (other, end)
-        if self._room and self._unreceived[self._way(send)][0] is not send:
+        if self._room and send.channel.unreceived[0] is not send:
             return
         end.offered = other.offered = True
         named = receive if send.kept else send  # a buffered message has moved once
-        self.scheduler.offer(named.work.name, unwatch(partial(self._carry, send, receive)))
+        self.scheduler.moves[named.work.name] = unwatch(partial(self._carry, send, receive))
 
-    def _next(self, end: End) -> bool:
-        way = self._queue(end)
-        return end.kept or way is None or end in self._queues[way][0]
-
-    def _keep(self, channel: Way) -> None:
+    def _keep(self, channel: Channel) -> None:
         """Buffer a channel's first remaining send, if its turn has come and room is left."""
-        end = next(iter(self._unkept[channel]), None)
-        if end is None or end.offered or not self._next(end) or not self._room.has(channel, end.size_bytes):
+        end = next(iter(channel.unkept), None)
+        if end is None or end.offered or not end.is_next or not channel.has_room(end.size_bytes):
             return
         end.offered = True
-        self.scheduler.offer(end.work.name, unwatch(partial(self._keep_message, end)))
+        self.scheduler.moves[end.work.name] = unwatch(partial(self._keep_message, end))
 
     def _keep_message(self, send: End) -> None:
         self.reads(send.work)
@@ -206,27 +279,28 @@ class Network:
         contents = copies(send.held.contents)
         self._end_by_room(send)
         send.held, send.kept, send.offered = HeldTensors(contents), True, False
-        self._has_left(send)
-        self._dequeue(send, send.work.done_s)
+        self._note_departure(send)
+        self._dequeue(send)
         self._offer(send)
 
     def _end_by_room(self, send: End) -> None:
         """End a buffered send at its buffering time, even if the run meets its receive first."""
-        send.place = self._room.take(self._way(send), send.size_bytes)
-        if self._room.holds(send.size_bytes):
-            send.work.end(at_s=max(send.work.posted_s, send.freed_s, send.place.free_s))
+        free_s = send.channel.take(send)
+        if send.channel.holds(send.size_bytes):
+            send.work.end(at_s=max(send.work.posted_s, send.freed_s, free_s))
 
-    def _has_left(self, send: End) -> None:
+    def _note_departure(self, send: End) -> None:
         """Mark a send as buffered or received: the channel's next may be buffered."""
-        if send in self._unkept[channel := self._way(send)]:
-            self._unkept[channel].remove(send)
-            self._keep(channel)
+        if send in send.channel.unkept:
+            send.channel.unkept.remove(send)
+            self._keep(send.channel)
 
     def _carry(self, send: End, receive: End) -> None:
+        history, channel = self.scheduler.history, send.channel
         if not send.kept:
             self.reads(send.work)
         for event in (receive.work.posted, send.work.moved, send.freed, receive.freed):
-            self.scheduler.history.note_need(event)
+            history.note_need(event)
         came, sent, expected = send.held.contents, send.held.before, receive.held.before
         if not fit(sent, expected):
             said = f"rank {send.work.rank} sent {describe(sent)}, "
@@ -242,54 +316,44 @@ class Network:
             at_s = max(send.work.posted_s, receive.work.posted_s, send.freed_s, receive.freed_s) + self.latency_s
             send.work.end(at_s=at_s)
         receive.work.end(came, at_s=at_s)
-        if send.place is not None:
-            send.place.left_s = at_s
+        send.left_s = at_s
         for end in (send, receive):
             if not end.kept:
-                self._dequeue(end, end.work.done_s)
+                self._dequeue(end)
         if self._room:
-            self._receive(self._way(send))
+            channel.unreceived.popleft()
+            if channel.unreceived:
+                self._offer(channel.unreceived[0])
         if not send.kept:
-            self._has_left(send)
+            self._note_departure(send)
             return
-        channel = self._way(send)
-        for waiting in [*self._unkept[channel]][:1]:
-            waiting.freed = self.scheduler.history.now
+        if channel.unkept:
+            channel.unkept[0].freed = history.now
         self._keep(channel)
 
-    def _receive(self, channel: Way) -> None:
-        """Finish a channel's first message, and turn to the next."""
-        self._unreceived[channel].popleft()
-        if self._unreceived[channel]:
-            self._offer(self._unreceived[channel][0])
-
-    def _dequeue(self, end: End, at_s: float) -> None:
-        if (way := self._queue(end)) is None:
+    def _dequeue(self, end: End) -> None:
+        if (queue := end.queue) is None:
             return
-        queue = self._queues[way]
-        queue[0].remove(end)
-        self._ended_s[way] = max(self._ended_s[way], at_s)
-        if not queue[0]:
-            queue.popleft()
-            for following in queue[0] if queue else ():
-                following.freed = self.scheduler.history.now
-                following.freed_s = following.batch.freed_s.setdefault(way, self._ended_s[way])
-                self._offer(following)
-                if following.sends:
-                    self._keep(self._way(following))
+        batches = queue.batches
+        batches[0].remove(end)
+        queue.ended_s = max(queue.ended_s, end.work.done_s)
+        if batches[0]:
+            return
+        batches.popleft()
+        for following in batches[0] if batches else ():
+            following.freed = self.scheduler.history.now
+            following.freed_s = following.batch.freed_s.setdefault(queue, queue.ended_s)
+            self._offer(following)
+            if following.sends:
+                self._keep(following.channel)
 
 
-class _waiting:
-    """Describes the wait for a message on demand, because the other rank may join the group meanwhile."""
-
-    def __init__(self, what: str, communicator: Communicator, peer: int | None) -> None:
-        self._what, self._communicator, self._peer = what, communicator, peer
-
-    def __call__(self) -> Wait:
-        if self._peer is None:
-            others = self._communicator.members.values()
-            return Wait(f"{self._what} any rank", tuple(sorted(others)))
-        rank = self._communicator.global_rank(self._peer)
-        if rank is None:
-            return Wait(f"{self._what} rank {self._peer} of a group that it has not come to")
-        return Wait(f"{self._what} rank {rank}", (rank,))
+def _describe_wait(communicator: Communicator, peer: int | None, sends: bool) -> Wait:
+    """Describe the wait for a message, on demand, because the other rank may join the group meanwhile."""
+    what = "a send to" if sends else "a message from"
+    if peer is None:
+        return Wait(f"{what} any rank", tuple(sorted(communicator.members.values())))
+    rank = communicator.members.get(peer)
+    if rank is None:
+        return Wait(f"{what} rank {peer} of a group that it has not come to")
+    return Wait(f"{what} rank {rank}", (rank,))

@@ -35,15 +35,19 @@ class SharedModule(RuntimeError):
 class OwnModules:
     """The named packages and modules, and modules that took something from them at import.
 
-    Their patches to torch are separate for each rank, too.
+    Their patches to torch are separate for each rank, too; new ranks start with the attributes ``before``.
     """
 
-    def __init__(self, roots: Sequence[str]) -> None:
+    def __init__(self, roots: Sequence[str], before: Attributes) -> None:
         self.roots = frozenset(roots)
         self._known: dict[str, bool] = {}
         while roots and (more := {place for holder, place, *_ in self._holders() if not _is_nobodys(holder, place)}):
             self.roots |= more
             self._known.clear()
+        for holder, _, name, _ in self._shared():
+            _, had = before.get(id(holder), (None, {}))
+            first = had.get(name, getattr(super(holder, holder), name, None) if isinstance(holder, type) else None)
+            belongs_to_rank(holder, name, fresh=partial(lambda first, value: value if first is None else first, first))
 
     def here(self) -> dict[str, ModuleType]:
         """Return the imported modules."""
@@ -61,28 +65,21 @@ class OwnModules:
                 else:
                     vars(holder).pop(leaf, None)
 
-    def have_replaced(self, before: Attributes) -> None:
-        """Make their patches to torch separate; new ranks start with the attributes ``before``."""
-        known = {(id(one.holder), one.name) for one in belongings()}
-        for holder, _, name, _ in list(self._holders()) if self.roots else ():
-            if (id(holder), name) in known:
-                continue
-            _, had = before.get(id(holder), (None, {}))
-            first = had.get(name, getattr(super(holder, holder), name, None) if isinstance(holder, type) else None)
-            belongs_to_rank(holder, name, fresh=partial(_or, first))
-
     def check(self) -> None:
         """Raise ``SharedModule`` if a shared module holds something from these."""
-        own = {(id(one.holder), one.name) for one in belongings()}
-        for holder, place, name, of in self._holders() if self.roots else ():
-            if (id(holder), name) not in own:
-                raise SharedModule(place, name, of)
+        for _, place, name, of in self._shared():
+            raise SharedModule(place, name, of)
 
     @cached_property
     def _in_others(self) -> list[tuple[str, str, str]]:
         """Return submodules, and the shared packages with them as attributes."""
         parts = [(name, *name.rpartition(".")[::2]) for name in self.roots]
         return [one for one in parts if one[1] and not self._is_owned(one[1])]
+
+    def _shared(self) -> list[tuple[Any, str, str, str]]:
+        """Return those of the holders whose attribute is not a rank's own."""
+        own = {(id(one.holder), one.name) for one in belongings()}
+        return [one for one in self._holders() if (id(one[0]), one[2]) not in own] if self.roots else []
 
     def _holders(self) -> Iterator[tuple[Any, str, str, str]]:
         """Yield holders of their objects: holder, its name, the attribute, and the module of origin.
@@ -107,10 +104,6 @@ class OwnModules:
 def attributes() -> Attributes:
     """Return the current attributes of torch's modules and classes, by id."""
     return {id(one): (one, dict(vars(one))) for one, place in _places() if _is_patched(place)}
-
-
-def _or(first: Any, value: Any) -> Any:
-    return value if first is None else first
 
 
 def _places() -> Iterator[tuple[Any, str]]:
@@ -153,10 +146,11 @@ _VALUES: tuple[Setting, ...] = (
     (random.getstate, random.setstate),
     (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
 )
-_SWITCHES: tuple[Setting, ...] = (
+_SWITCHES: tuple[Setting, ...] = (  # which people set for a block of code, and ranks take turns
     *OF_A_PROCESS,
     *SWITCHES,
-)  # which people set for a block of code, and ranks take turns
+    (torch.get_default_dtype, torch.set_default_dtype),
+)
 
 belongs_to_rank(sys, "stdout", "stderr", fresh=lambda stream: stream)
 belongs_to_rank(warnings, "filters", fresh=lambda filters: [*filters])
@@ -166,26 +160,18 @@ belongs_to_rank(warnings, "showwarning", "_showwarnmsg_impl", fresh=lambda shown
 class OwnState:
     """One rank's state, or the process's own before and after a run."""
 
-    def __init__(self, own: OwnModules, values: list[Any], belonging: list[Any]) -> None:
+    def __init__(self, own: OwnModules) -> None:
         self._own = own
-        self._modules: dict[str, ModuleType] = {}
-        self._values = values
-        self._switches = [get() for get, _ in _SWITCHES]
-        self._dtype = torch.get_default_dtype()
-        self._belonging = belonging
-
-    @staticmethod
-    def now(own: OwnModules) -> "OwnState":
-        """Return the current state of this process."""
-        found = OwnState(own, [get() for get, _ in _VALUES], [one.value for one in belongings()])
-        found._modules = own.here()
-        return found
+        self.leave()
 
     @staticmethod
     def fresh(rank: int, own: OwnModules) -> "OwnState":
         """Return the state of a new process. Entropy from the system is seeded."""
-        values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
-        return OwnState(own, values, [one.fresh(one.value) for one in belongings()])
+        found = OwnState(own)
+        found._modules = {}
+        found._values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
+        found._belonging = [one.fresh(one.value) for one in belongings()]
+        return found
 
     def take(self) -> None:
         """Install this state."""
@@ -195,8 +181,6 @@ class OwnState:
         for (get, put), value in zip(_SWITCHES, self._switches, strict=True):
             if get() != value:
                 put(value)
-        if torch.get_default_dtype() is not self._dtype:
-            torch.set_default_dtype(self._dtype)
         known = belongings()
         for one, value in zip(known, self._belonging, strict=False):
             if one.within[one.name] is not value:  # most are equal, so this saves time
@@ -209,5 +193,4 @@ class OwnState:
         self._modules = self._own.here()
         self._values = [get() for get, _ in _VALUES]
         self._switches = [get() for get, _ in _SWITCHES]
-        self._dtype = torch.get_default_dtype()
         self._belonging = [one.within[one.name] for one in belongings()]

@@ -2,8 +2,9 @@
 
 import gc
 import os
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,90 +12,54 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+import torch
+import torch.distributed as dist
 
 from pipeproof.core.observe.per_rank_globals import share_process
 from pipeproof.core.observe.posted_messages import progress
 from pipeproof.core.observe.stack import stack_of
 from pipeproof.pipeline.transports import RULES
 from pipeproof.pipeline.waiting import current
-from pipeproof.wings.simulated.engine.adversaries import Fair
+from pipeproof.wings.simulated.collectives import Net
 from pipeproof.wings.simulated.engine.clock import Clock, goes_by, virtual_time
+from pipeproof.wings.simulated.engine.decisions import Guide, Guided, fair
 from pipeproof.wings.simulated.engine.events import History
 from pipeproof.wings.simulated.engine.exploration import Course
-from pipeproof.wings.simulated.engine.guide import Guide, Guided
 from pipeproof.wings.simulated.engine.scheduler import WHOLE, NotSimulated, Scheduler, Seat, wait_for_end
-from pipeproof.wings.simulated.engine.simulation import Manner
-from pipeproof.wings.simulated.group import GROUPS, Bare, Net, messages
-from pipeproof.wings.simulated.network import Network
+from pipeproof.wings.simulated.engine.simulation import Simulation, Timing
+from pipeproof.wings.simulated.group import GROUPS, Bare, messages
 from pipeproof.wings.simulated.own_state import OwnModules, OwnState, attributes
 from pipeproof.wings.simulated.store import SharedStore
 from pipeproof.wings.simulated.torch_inside import (
-    disable_autograd_threads,
-    join,
     one_profiler,
     standing_in,
     unwatch,
 )
-from pipeproof.wings.simulated.uses import Uses
+from pipeproof.wings.simulated.work import Uses
 from pipeproof.worlds.launcher import place_of
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack_job
 from pipeproof.worlds.timeout import END_S
 from pipeproof.worlds.worker import RankContext, attempt, obey, stack_text
 
-
-class Rank(Thread):
-    """A rank's thread; ``report`` is set at its end, unless it gave up."""
-
-    def __init__(
-        self, rank: int, ranks: int, part: Callable[[RankContext], object], store: Store, network: Network
-    ) -> None:
-        super().__init__(name=f"rank {rank} of {ranks}", daemon=True)
-        self.report: RankReport | None = None
-        self._rank, self._ranks = rank, ranks
-        self._part, self._store, self._network = part, store, network
-
-    def run(self) -> None:
-        """Wait for the first turn, do the part, and hand the turn on for good."""
-        scheduler = self._network.scheduler
-        goes_by(scheduler.seats[self._rank].clock, scheduler.pause)
-        scheduler.await_turn(self._rank)
-        try:
-            with disable_autograd_threads():
-                report = attempt(self._rank, self._join)
-        finally:
-            if not scheduler.over:
-                self.report = replace(report, at_s=float(scheduler.ended))  # in the order of this run
-            scheduler.finish()
-
-    def _join(self) -> object:
-        __tracebackhide__ = True
-        os.environ.update(place_of(self._rank, self._ranks, self._rank, self._ranks))
-        group = join(self._network.rules.backend, self._rank, self._ranks, self._store)
-        self._network.scheduler.history.joins(self._rank)
-        with Uses(self._network, self._rank):
-            try:
-                result = self._part(RankContext(self._rank, self._ranks, "cpu", group))
-            except Exception:
-                self._network.scheduler.tell_again()
-                raise
-            self._network.leave(self._rank)
-        return result
+_STUCK = "can never go on"
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What to run: a packed job, on so many ranks, in some manner.
+    """What to run: a packed job, on so many ranks, and what decides the run.
 
     ``timeout_s`` bounds, in seconds of the clock, what does not move on: a loop, a lock. What does may take ``WHOLE``
-    times as long, and no longer.
+    times as long, and no longer. ``own_modules``: packages that each rank imports anew. ``noted``: keep the course.
     """
 
     job: bytes
     ranks: int
     timeout_s: float
-    manner: Manner
+    decision: Simulation
+    timing: Timing
+    own_modules: tuple[str, ...]
+    noted: bool
 
 
 @dataclass(frozen=True)
@@ -105,7 +70,7 @@ class Played:
     ``may_end``: it is a hang, in which a device would wait in a program's place while another waits for no device.
     """
 
-    reports: tuple[RankReport, ...]
+    reports: Sequence[RankReport]
     sound: bool
     course: Course | None = None
     in_time: bool = True
@@ -115,28 +80,19 @@ class Played:
 def play(context: Any, order: RunOrder) -> Played:
     """Run ``order``; a job for a separate process. Restores the process afterwards."""
     del context
-    before = attributes() if order.manner.own_modules else {}
+    before = attributes() if order.own_modules else {}
     with share_process(), virtual_time():
         with suppress(Exception):  # each rank meets and reports it again
             unpack_job(order.job)  # imports come before the snapshot of state
-        modules = OwnModules(order.manner.own_modules)
-        modules.have_replaced(before)
-        own = OwnState.now(modules)
+        modules = OwnModules(order.own_modules, before)
+        own = OwnState(modules)
         try:
-            return _SimulatedRun(order, modules).play(WHOLE * order.timeout_s)
+            return _SimulatedRun(order, modules).play()
         finally:
             own.take()
             Net.current = None
-            if order.manner.own_modules:
+            if order.own_modules:
                 gc.collect()  # what ends with an engine may import, and must not do so amid the next run's imports
-
-
-def _check(modules: OwnModules, order: bytes, context: RankContext) -> object:
-    """Run a rank's part of a packed job. Raises if it imported modules that must not be shared."""
-    __tracebackhide__ = True
-    result = obey(order, context)
-    modules.check()
-    return result
 
 
 class _SimulatedRun:
@@ -144,51 +100,78 @@ class _SimulatedRun:
 
     def __init__(self, order: RunOrder, modules: OwnModules) -> None:
         self._order, self._modules = order, modules
-        self._places: dict[int, _WaitingRank] = {}
+        self._reports: dict[int, RankReport] = {}  # of ranks that have ended, or can never go on
         self._may_end = False
-        self._seats = [Seat(rank, OwnState.now(modules), Clock(order.manner.timing)) for rank in range(order.ranks)]
-        self._history = History(kept=order.manner.noted or isinstance(order.manner.interleaving, Guide))
-        by = order.manner.interleaving
-        self._adversary = Guided(by, self._history) if isinstance(by, Guide) else Fair(by, order.ranks)
+        self._seats = []
+        for rank in range(order.ranks):
+            thread = Thread(target=self._run_rank, args=(rank,), name=f"rank {rank} of {order.ranks}", daemon=True)
+            self._seats.append(Seat(rank, OwnState(modules), Clock(order.timing), thread))
+        by, rules = order.decision.first, RULES[order.decision.transport]
+        self._history = History(kept=order.noted or isinstance(by, Guide))
+        self._guided = Guided(Guide() if isinstance(by, int) else by, self._history)
+        choose = fair(by, order.ranks) if isinstance(by, int) else self._guided.choose
         stuck = unwatch(self._note_stuck)
-        self._scheduler = Scheduler(self._seats, self._adversary, stuck=stuck, history=self._history)
-        self._network = Network(
-            self._scheduler,
-            RULES[order.manner.transport],
-            latency_s=order.manner.timing.latency_s,
-            room=0 if RULES[order.manner.transport].by_name else order.manner.room,
-        )
-        Net.current = Net(self._network)
+        self._scheduler = Scheduler(self._seats, choose, stuck=stuck, history=self._history)
+        room = 0 if rules.by_name else order.decision.room
+        self._network = Net(self._scheduler, rules, latency_s=order.timing.latency_s, room=room)
+        self._store = SharedStore(self._scheduler)
+        Net.current = self._network
 
-    def play(self, whole_s: float) -> Played:
+    def play(self) -> Played:
         NotSimulated.refusals.clear()
-        order, store, network = self._order, SharedStore(self._scheduler), self._network
+        order = self._order
         with ExitStack() as opened:
-            opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=network.batch))
+            opened.enter_context(standing_in(GROUPS, Bare, messages(), batch=self._network.batch))
             opened.enter_context(one_profiler())
-            job = partial(_check, self._modules, order.job)
-            threads = [Rank(rank, order.ranks, job, store, self._network) for rank in range(order.ranks)]
-            for seat, thread in zip(self._seats, threads, strict=True):
-                seat.state, seat.thread = OwnState.fresh(seat.rank, self._modules), thread
-                thread.start()
+            for seat in self._seats:
+                seat.state = OwnState.fresh(seat.rank, self._modules)
+                seat.thread.start()
             self._scheduler.begin()
-            if held := wait_for_end(self._scheduler, timeout_s=order.timeout_s, whole_s=whole_s):
-                over = self._scheduler.over
-                if not over:
-                    self._note_late()
-                return Played(self._reports("" if over else held), sound=False, in_time=False)
-            for thread in threads:
-                thread.join(END_S)
-        sound = not any(thread.is_alive() for thread in threads)
-        return Played(self._reports(), sound, self._course(), may_end=self._may_end)
+            held = wait_for_end(self._scheduler, timeout_s=order.timeout_s, whole_s=WHOLE * order.timeout_s)
+            if held and self._scheduler.over:
+                return Played(self._conclude(), sound=False, in_time=False)
+            if held:  # one rank, whose state is out of reach, goes on
+                self._reports |= {one.rank: _report(one, None, "") for one in self._seats if not one.ended}
+                return Played(self._conclude(held), sound=False, in_time=False)
+            for seat in self._seats:
+                seat.thread.join(END_S)
+        sound = not any(seat.thread.is_alive() for seat in self._seats)
+        course, by = None, self._guided
+        if order.noted:
+            course = Course(self._history.events[: by.redundant], by.redundant is not None, by.astray)
+        return Played(self._conclude(), sound, course, may_end=self._may_end)
 
-    def _course(self) -> Course | None:
-        if not self._order.manner.noted:
-            return None
-        events, by = self._history.events, self._adversary
-        if not isinstance(by, Guided):
-            return Course(events)
-        return Course(events[: by.redundant], redundant=by.redundant is not None, astray=by.astray is not None)
+    def _run_rank(self, rank: int) -> None:
+        """Wait for the first turn, do a rank's part, and hand the turn on for good: in the rank's thread."""
+        scheduler = self._scheduler
+        goes_by(self._seats[rank].clock, scheduler.pause)
+        scheduler.await_turn(rank)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # backward runs in its rank's thread
+                report = attempt(rank, partial(self._take_part, rank))
+        finally:
+            if not scheduler.over:
+                number = sum(seat.ended for seat in self._seats)
+                self._reports[rank] = replace(report, at_s=float(number))  # in the order of this run
+            scheduler.finish()
+
+    def _take_part(self, rank: int) -> object:
+        __tracebackhide__ = True
+        network, ranks = self._network, self._order.ranks
+        os.environ.update(place_of(rank, ranks, rank, ranks))
+        dist.init_process_group(network.rules.backend, store=self._store, rank=rank, world_size=ranks)
+        group = dist.group.WORLD
+        assert group is not None, "init_process_group returned without a default group"
+        self._history.joins(rank)
+        with Uses(network.works, rank):
+            try:
+                result = obey(self._order.job, RankContext(rank, ranks, "cpu", group))
+                self._modules.check()
+            except Exception:
+                self._scheduler.tell_again()
+                raise
+            network.leave(rank)
+        return result
 
     def _note_stuck(self) -> None:
         """Record every rank's position and wait before they give up. No rank is running."""
@@ -197,70 +180,45 @@ class _SimulatedRun:
         for seat in self._seats:
             if not seat.ended:
                 seat.state.take()  # with its own state it describes itself like a real rank
-                self._places[seat.rank] = _WaitingRank.of(seat, current(), progress())
+                self._reports[seat.rank] = _report(seat, current(), progress())
         self._seats[self._scheduler.running].state.take()
 
-    def _note_late(self) -> None:
-        """Record the same while one rank, whose state is out of reach, goes on."""
-        for seat in self._seats:
-            if not seat.ended:
-                self._places[seat.rank] = _WaitingRank.of(seat, None, "")
+    def _conclude(self, held: str = "") -> Sequence[RankReport]:
+        """Report how each rank ended. ``held``: the message about a rank that keeps the turn; the others stopped.
 
-    def _reports(self, held: str = "") -> tuple[RankReport, ...]:
-        """Report how each rank ended. ``held``: the message about a rank that keeps the turn; the others stopped."""
-        threads = [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
-        failed = any(one.report is not None and one.report.failed for one in threads)
-        reports = []
-        for rank, thread in enumerate(threads):
-            place = self._places.get(rank, _WaitingRank())
-            ended, said = Ending.STUCK, held or f"can never go on{place.line}"
-            if (held and rank != self._scheduler.running) or (failed and not held):
-                ended, said = Ending.STOPPED, ""
-            reports.append(thread.report or place.report(rank, ended, said))
-        return _as_refused(reports, threads)
-
-
-def _as_refused(reports: Sequence[RankReport], threads: Sequence[Rank]) -> tuple[RankReport, ...]:
-    """Return ``reports``, or the refusal for all ranks if a feature was refused and perhaps caught."""
-    if not NotSimulated.refusals or any(NotSimulated.__name__ in one.message for one in reports):
-        return tuple(reports)
-    thread, refusal = NotSimulated.refusals[0]
-    rank = next((number for number, one in enumerate(threads) if one is thread), 0)
-    found = [replace(one, ending=Ending.STOPPED) if one.ending is Ending.STUCK else one for one in reports]
-    refused = f"{NotSimulated.__name__}: {refusal}"
-    found[rank] = replace(found[rank], ending=Ending.RAISED, message=refused, at_s=-1.0, payload=b"")
-    return tuple(found)
+        If a feature was refused, and perhaps caught, the refusal is what became of the run.
+        """
+        threads = [seat.thread for seat in self._seats]
+        reports = [self._reports.get(rank, RankReport(rank, Ending.STUCK, _STUCK)) for rank in range(self._order.ranks)]
+        failed = any(one.failed and one.ending is not Ending.STUCK for one in reports)
+        for rank, one in enumerate(reports):
+            if one.ending is Ending.STUCK and (held or failed):
+                keeps = held and rank == self._scheduler.running
+                ending, said = (one.ending, held) if keeps else (Ending.STOPPED, "")
+                reports[rank] = replace(one, ending=ending, message=said)
+        if NotSimulated.refusals and not any(NotSimulated.__name__ in one.message for one in reports):
+            thread, refusal = NotSimulated.refusals[0]
+            rank = threads.index(thread) if thread in threads else 0
+            reports = [replace(one, ending=Ending.STOPPED) if one.ending is Ending.STUCK else one for one in reports]
+            said = f"{NotSimulated.__name__}: {refusal}"
+            reports[rank] = replace(reports[rank], ending=Ending.RAISED, message=said, at_s=-1.0, payload=b"")
+        return reports
 
 
-@dataclass(frozen=True)
-class _WaitingRank:
-    """Position of an unfinished rank: its stack, the user's line, its wait, and for whom."""
+def _report(seat: Seat, note: str | None, done: str) -> RankReport:
+    """Report the position of an unfinished rank: its stack, the user's line, its wait, and for whom.
 
-    waiting: str | None = None
-    peers: tuple[int, ...] | None = None
-    stack: str = ""
-    line: str = ""
-    progress: str = ""
-
-    @staticmethod
-    def of(seat: Seat, note: str | None, done: str) -> "_WaitingRank":
-        """Describe a rank. ``note``: its runtime's note about the wait. ``done``: its progress."""
-        frame = seat.frame
-        if frame is None:
-            return _WaitingRank()
-        frames, own = traceback.extract_stack(frame), stack_of(frame)
-        stack = stack_text([one for one in frames if not _is_ours(one.filename)])
-        line = f" at {Path(own[0].file).name}:{own[0].number}" if own else ""
-        wait = None if seat.wait is None else seat.wait()
-        if wait is None:
-            return _WaitingRank(stack=stack, line=line)
-        return _WaitingRank(note or wait.text, wait.peers, stack, line, done)
-
-    def report(self, rank: int, ending: Ending, message: str) -> RankReport:
-        """Report the rank's end at this position."""
-        return RankReport(rank, ending, message, self.stack, self.waiting, peers=self.peers, progress=self.progress)
-
-
-def _is_ours(file: str) -> bool:
-    """True for files of this world or its callers, which tell users nothing."""
-    return Path(__file__).parent in Path(file).parents or Path(file).parts[-2:] == ("torch", "overrides.py")
+    ``note``: its runtime's note about the wait. ``done``: its progress.
+    """
+    report = RankReport(seat.rank, Ending.STUCK, _STUCK)
+    if (frame := sys._current_frames().get(seat.thread.ident or 0)) is None:
+        return report
+    frames, own = traceback.extract_stack(frame), stack_of(frame)
+    line = f" at {Path(own[0].file).name}:{own[0].number}" if own else ""
+    theirs = [one for one in frames if Path(__file__).parent not in Path(one.filename).parents]
+    stack = stack_text([one for one in theirs if Path(one.filename).parts[-2:] != ("torch", "overrides.py")])
+    report = replace(report, message=report.message + line, traceback=stack)
+    if seat.wait is None:
+        return report
+    wait = seat.wait()
+    return replace(report, waiting=note or wait.text, peers=wait.peers, progress=done)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from pipeproof.core.observe.stack import Stack, own_stack
+from pipeproof.core.observe.stack import Stack
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
 
-MEETING = "communicator"  # the key under which the first to come leaves its number, hidden from user code
+MEETING = "communicator"  # the key under which the first to come leaves its number: hidden from users, and no event
 _Key = bytes | str
 
 
@@ -48,12 +48,13 @@ class SharedStore(Store):
 
     def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
         """Set ``desired`` if the value is ``expected``, or absent; return the value afterwards."""
-        if _is_ours(key):
-            return self._compare_set(key, expected, desired)
-        self._scheduler.pause()
-        if not self._is(key, expected):
-            self._look_again(key)
-        return self._compare_set(key, expected, desired)
+        if not key.endswith(MEETING):
+            self._scheduler.pause()
+            if not self._is(key, expected):
+                self._look_again(key)
+        if self._is(key, expected):
+            self._put(key, desired)
+        return self._values.get(key, _bytes(expected))
 
     def append(self, key: str, value: _Key) -> None:
         """Append to a value."""
@@ -88,27 +89,13 @@ class SharedStore(Store):
 
     deleteKey, getNumKeys = delete_key, num_keys  # torch's names
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return each key's value, waiting until it exists."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[_Key]) -> None:
-        """Set each value."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def has_extended_api(self) -> bool:
-        """True: the store has the extended calls."""
+        """True: the store has the extended calls, where for several keys torch calls those for one."""
         return True
 
     def _is(self, key: str, expected: _Key) -> bool:
         there = self._values.get(key)
         return there == _bytes(expected) or (there is None and not expected)
-
-    def _compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
-        if self._is(key, expected):
-            self._put(key, desired)
-        return self._values.get(key, _bytes(expected))
 
     def _put(self, key: str, value: _Key) -> None:
         self._values[key] = _bytes(value)
@@ -124,13 +111,8 @@ class SharedStore(Store):
         self._scheduler.ask(("key", key), lambda: self._values.get(key) != before)
 
     def _touch(self, key: str, *, changes: bool) -> None:
-        if not _is_ours(key):
+        if not key.endswith(MEETING):
             self._scheduler.touch(("key", key), changes=changes)
-
-
-def _is_ours(key: str) -> bool:
-    """True for keys used by communicators alone, which cause no events."""
-    return key.endswith(MEETING)
 
 
 def _bytes(value: Any) -> bytes:
@@ -150,28 +132,3 @@ class Communicator:
     members: dict[int, int] = field(default_factory=dict)
     made: dict[int, Stack] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)  # of collectives, by the rank's number in here
-
-    def global_rank(self, rank: int) -> int | None:
-        """Return the world rank with this number; None before it arrives."""
-        return self.members.get(rank)
-
-
-class Communicators:
-    """All communicators of a run. Ranks with one store share one communicator."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._all: list[Communicator] = []
-
-    def join(self, store: Store, rank: int, size: int, *, world_rank: int, on_host: bool) -> Communicator:
-        """Join the communicator of ``store`` as number ``rank``."""
-        made = Communicator(len(self._all), size, on_host)
-        number = int(store.compare_set(MEETING, "", str(made.number)).decode())
-        if number == made.number:
-            self._all.append(made)
-        found = self._all[number]
-        if size == self._ranks and rank == world_rank:
-            found.members |= {one: one for one in range(size) if one not in found.members}  # also those still to come
-        found.members[rank] = world_rank
-        found.made[world_rank] = own_stack()
-        return found

@@ -57,12 +57,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _world(before: Any) -> SimpleNamespace:
-    """Return a rank's own record of its groups."""
-    return SimpleNamespace(**{name: make() if callable(make) else make for name, make in _NAMES.items()})
-
-
-belongs_to_rank(c10d, "_world", fresh=_world)
+belongs_to_rank(
+    c10d,
+    "_world",
+    fresh=lambda _: SimpleNamespace(**{name: make() if callable(make) else make for name, make in _NAMES.items()}),
+)
 belongs_to_rank(modules, *_HOOKS, fresh=lambda hooks: hooks.copy())
 belongs_to_rank(optimizers, *_OPTIMIZER_HOOKS, fresh=lambda hooks: hooks.copy())
 belongs_to_rank(os.environ, "_data", fresh=lambda variables: variables.copy())  # such as RANK
@@ -97,16 +96,6 @@ def _dtensors() -> None:
 once_imported("torch.distributed.tensor", _dtensors)
 
 
-def _mesh_of_a_rank(make: Callable[..., None]) -> Callable[..., None]:
-    """Keep a rank's place in meshes. Meshes of two ranks must differ, or one would replace the other."""
-
-    def note_mesh(mesh: Any, *given: Any, **named: Any) -> None:
-        make(mesh, *given, **named)
-        mesh._thread_id = _number
-
-    return note_mesh
-
-
 @contextmanager
 def standing_in(
     groups: Mapping[str, type], bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]
@@ -118,7 +107,12 @@ def standing_in(
     each thread separately.
     """
     checked, plugins = getattr(c10d, _BATCH), c10d.Backend._plugins
-    mesh: Any = device_mesh.DeviceMesh
+    mesh_class: Any = device_mesh.DeviceMesh
+    make_mesh = mesh_class.__init__
+
+    def note_mesh(mesh: Any, *given: Any, **named: Any) -> None:
+        make_mesh(mesh, *given, **named)
+        mesh._thread_id = _number  # meshes of two ranks must differ, or one would replace the other
 
     def note_operations(operations: list[Any]) -> None:
         checked(operations)
@@ -132,7 +126,7 @@ def standing_in(
         (c10d, "_get_default_timeout", lambda backend: c10d.default_pg_timeout),
         (c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name}),
         (profiler._KinetoProfile, _PROFILED, lambda _: None),
-        (mesh, "__init__", _mesh_of_a_rank(mesh.__init__)),
+        (mesh_class, "__init__", note_mesh),
         (dist, _GLOO, bare),
         *((dist.ProcessGroup, name, message) for name, message in messages.items()),
     ]
@@ -179,25 +173,11 @@ def _making(groups: Mapping[str, type], known: dict[str, Any]) -> dict[str, Any]
     if "GLOO" not in known:
         return {}
 
-    def plugin(name: str) -> Any:
-        group = groups[name]
+    def plugin(group: type) -> Any:
         made: Any = lambda store, rank, size, _: group(store, rank, size)  # noqa: E731  # as torch calls it
         return known["GLOO"]._replace(creator_fn=made, extended_api=False)
 
-    return {"GLOO": plugin(_GLOO), "NCCL": plugin(_NCCL)}
-
-
-def join(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
-    """Create the group of all ranks in a rank's own thread."""
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    assert group is not None, "init_process_group returned without a default group"
-    return group
-
-
-def disable_autograd_threads() -> Any:
-    """Run backward in the calling thread, its rank's."""
-    return torch.autograd.set_multithreading_enabled(False)
+    return {"GLOO": plugin(groups[_GLOO]), "NCCL": plugin(groups[_NCCL])}
 
 
 def unwatch(function: Callable[P, T]) -> Callable[P, T]:

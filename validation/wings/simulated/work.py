@@ -1,24 +1,35 @@
-"""Works, returned by calls into the simulated network and finished by it; and all works of a rank."""
+"""Works, returned by calls into the simulated network and finished by it; and uses of their buffers meanwhile."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipeproof.core.observe.stack import Stack
-from pipeproof.wings.simulated.buffers import NOTHING_HELD, HeldTensors, overlap, poison, race
+from pipeproof.core.observe.stack import Stack, own_stack
+from pipeproof.wings.simulated.buffers import NOTHING_HELD, HeldTensors, is_within, overlap, poison, race, versions
 from pipeproof.wings.simulated.engine.scheduler import Scheduler, Wait
 from pipeproof.wings.simulated.store import Communicator
-from pipeproof.wings.simulated.torch_inside import places_of, unwatch
+from pipeproof.wings.simulated.torch_inside import has_memory, places_of, unwatch
 from pipeproof.worlds.rank_report import Race
 
 if TYPE_CHECKING:
     from torch.futures import Future
 
 _NO_TIMEOUT = timedelta(0)
+_ONLY_ASK = frozenset(("__get__", "broadcast_tensors"))  # for a shape or a type
+_LIKE_FIRST = ("new_", "empty", "zeros", "ones", "full", "rand")  # of their first argument they do; names begin so
+_READ = frozenset(
+    "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__ __array__ "
+    "__format__ __setitem__".split()
+)
+_GIVE_NOTHING = ("_fused_", "_amp_foreach_")  # prefixes of names; these read their inputs
+_NESTS = (tuple, list)
 
 
 class SimulatedWork(Work):
@@ -63,11 +74,11 @@ class SimulatedWork(Work):
         self._came: Sequence[Tensor] = ()
         self._waiting = False
         self._on_stream = on_stream
-        poison(self._empty(given))
+        poison([one for one in expected if not any(overlap(one, other) for other in given)])
         self.given, self.awaited = HeldTensors(given), HeldTensors(expected)
         self.places = frozenset(place for tensor in (*given, *expected) for place in places_of(tensor))
         if given:
-            scheduler.history.gives(self.name, self.given)
+            scheduler.history.gives(self.name, self.given.was_written)
 
     @property
     def text(self) -> str:
@@ -122,13 +133,11 @@ class SimulatedWork(Work):
                 work._meet()
         return self.over
 
-    def is_done(self) -> bool:
-        """True at its end; this query is no wait."""
+    def is_success(self) -> bool:
+        """True at its end: works never fail on the way. This query is no wait."""
         return self.over
 
-    def is_success(self) -> bool:
-        """True at its end: works never fail on the way."""
-        return self.over
+    is_done = is_success
 
     def synchronize(self) -> None:
         """Wait, see ``wait``."""
@@ -163,14 +172,15 @@ class SimulatedWork(Work):
             self.awaited.fill(self._came)
             self._came, self.awaited = (), NOTHING_HELD
 
-    def _empty(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the buffers in ``expected`` and not in ``given``."""
-        return [one for one in self.expected if not any(overlap(one, other) for other in given)]
-
     @property
     def disturbed(self) -> bool:
         """True if its buffers were written or freed."""
         return self.rewritten or any(held.freed or held.changed for held in (self.given, self.awaited))
+
+    def refuse_read(self, stack: Stack) -> NoReturn:
+        """Raise the race for reading its receive buffer here."""
+        said = f"rank {self.rank} used a buffer before {self.text} had been waited for"
+        self._scheduler.tell(race("read-before-wait", self.rank, said, used=stack, **{self.posted_as: self.stack}))
 
     def note_write(self, stack: Stack) -> None:
         """Note a write or free by its rank just now, which may be undone too late."""
@@ -182,11 +192,9 @@ class SimulatedWork(Work):
         changed = held.changed or (self.rewritten if held is self.awaited else self._rewritten_given)
         if self.error is not None or (not (freed := held.freed) and not changed):
             return
-        kind, did, line = (
-            ("freed-in-flight", "freed or resized", "freed")
-            if freed
-            else ("overwritten-in-flight", "wrote into", "written")
-        )
+        kind, did, line = "overwritten-in-flight", "wrote into", "written"
+        if freed:
+            kind, did, line = "freed-in-flight", "freed or resized", "freed"
         said = f"rank {self.rank} {did} a buffer while {self.text} was on its way"
         self.error = race(kind, self.rank, said, **{line: self.wrote, self.posted_as: self.stack})
 
@@ -204,11 +212,10 @@ class Works:
         self._all: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
         self._unmet: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
 
-    def add(self, work: SimulatedWork) -> SimulatedWork:
+    def add(self, work: SimulatedWork) -> None:
         """Remember ``work`` until its rank returns, and as pending until its wait."""
         self._all[work.rank].append(work)
         self._unmet[work.rank].append(work)
-        return work
 
     def pop(self, rank: int) -> Sequence[SimulatedWork]:
         """Remove and return a returned rank's works."""
@@ -240,10 +247,75 @@ class Works:
     def uses(self, tensors: Sequence[Tensor], stack: Stack) -> None:
         """Use buffers in the current call. Raises the race with incomplete receives."""
         if (work := self.pending_in(tensors)) is not None:
-            self._scheduler.tell(read_early(work, stack))
+            work.refuse_read(stack)
 
 
-def read_early(work: SimulatedWork, stack: Stack) -> Race:
-    """Return the race for reading a work's receive buffer here."""
-    said = f"rank {work.rank} used a buffer before {work.text} had been waited for"
-    return race("read-before-wait", work.rank, said, used=stack, **{work.posted_as: work.stack})
+class Uses(TorchFunctionMode):
+    """Forbid functions in one rank's thread to use buffers in flight, while open: by their inputs and outputs.
+
+    It watches functions and not operators, because a mode on operators changes autograd's saved tensors.
+    A read makes another tensor or a number from the buffer; a view, or a query of its shape, is none. Writes to a
+    buffer in flight, and frees, are recorded for the later race.
+    """
+
+    def __init__(self, works: Works, rank: int) -> None:
+        super().__init__()
+        self._works = works
+        self._rank = rank
+
+    def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, named = getattr(func, "__name__", ""), kwargs or {}
+        # Most calls concern no unfinished work on arguments' memory, so this check comes first.
+        if name == "__get__" or not (unmet := self._works.unmet(self._rank)):
+            return func(*args, **named)
+        taken = tensors_in(args, named)
+        places = {place for tensor in taken for place in places_of(tensor)}
+        concerned = [work for work in unmet if not places.isdisjoint(work.places)]
+        if not concerned:
+            return func(*args, **named)
+        used = _used(name, args, named)
+        before = [(work, versions(work.expected), work.disturbed) for work in concerned]
+        result = func(*args, **named)
+        left = [one for one in before if not one[0].met]
+        reads, made = name in _READ or name.startswith(_GIVE_NOTHING), tensors_in((result,))
+        for work in [one for one, *_ in left if one.expected]:
+            for tensor in [one for one in used if any(overlap(one, other) for other in work.expected)]:
+                if reads or any(not overlap(one, tensor) for one in made):
+                    work.refuse_read(own_stack())
+        for work, then, disturbed in left:
+            # A new shape alone is no write, and a write to a larger tensor may concern another part.
+            pairs = zip(work.expected, then, versions(work.expected), strict=True)
+            changed = [one for one, was, now in pairs if now[0] != was[0] and now[1:] == was[1:]]
+            work.rewritten |= any(is_within(other, one) for one in changed for other in taken)
+            if not disturbed and work.disturbed:
+                work.note_write(own_stack())
+        return result
+
+
+def _used(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a function may read: for some arguments it needs only shape or type."""
+    if name in _ONLY_ASK:
+        return []
+    if name.rstrip("_").endswith("_as"):
+        args, named = args[:1], {}
+    elif name.startswith(_LIKE_FIRST):
+        args, named = args[1:], {key: value for key, value in named.items() if key != "input"}
+    elif name == "__setitem__":
+        args = args[1:]
+    return tensors_in(args, named)
+
+
+def tensors_in(values: Sequence[object], named: Mapping[str, object] | None = None) -> list[Tensor]:
+    """Return tensors with memory in nested tuples and lists; for DTensors and the like, their parts."""
+    found: list[Tensor] = []
+    for value in (*values, *named.values()) if named else values:
+        if is_traceable_wrapper_subclass(value):
+            found += tensors_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, Tensor):
+            if value.layout is torch.strided and has_memory(value):
+                found.append(value)
+        elif isinstance(value, _NESTS):
+            found += tensors_in(value)
+    return found

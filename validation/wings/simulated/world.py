@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.sizes import MOST_SEED, some
 from pipeproof.pipeline.transports import RULES, Transport, keeps_none, transport_of
+from pipeproof.wings.simulated.engine.decisions import Guide, Preemption, parse_interleaving, preemptions
 from pipeproof.wings.simulated.engine.exploration import Course, Exploration, describe_explorations
-from pipeproof.wings.simulated.engine.guide import Guide, Preemption, parse_interleaving, preemptions
 from pipeproof.wings.simulated.engine.scheduler import WHOLE
-from pipeproof.wings.simulated.engine.simulation import SLEEP_ALONE, Manner, Simulation, Timing
+from pipeproof.wings.simulated.engine.simulation import SLEEP_ALONE, Simulation, Timing
 from pipeproof.wings.simulated.play import Played, RunOrder, play
 from pipeproof.worlds.accelerator import CPU, too_old
 from pipeproof.worlds.kinds import SIMULATED
@@ -36,7 +36,9 @@ class SimulatedWorld(World):
 
     ``seed``: decides turns and message moves within the rules of ``transport``; the same seed gives the same run. Both
     may change between runs. ``seeds``: seeds for each case in a search for races. ``most``: run all distinct
-    interleavings, up to this number, and add the result to ``explorations``. ``noted``: keep the next run's ``course``.
+    interleavings, up to this number, and add the result to ``explorations``. ``noted``: keep the next run's ``course``,
+    None if it did not end. ``may_end``: the last run hangs, and may end on NCCL, where programs go on while their
+    devices wait; how far is unknown, as they stop where they ask for a number.
     ``timing``: sources of delay besides sleep, which takes no real time. ``room``: bytes buffered between two ranks, on
     a transport that keeps order. Ranks share modules, and all state in them, except for packages named in
     ``own_modules``.
@@ -72,7 +74,9 @@ class SimulatedWorld(World):
         self.room = 0
         self.explorations: list[Exploration] = []
         self.noted = False
-        self._ranks = _Ranks(self._manner, silent=silent)
+        self.course: Course | None = None
+        self.may_end = False
+        self._ranks = _Ranks(self, silent=silent)
 
     @property
     def decision(self) -> Simulation:
@@ -112,11 +116,6 @@ class SimulatedWorld(World):
         if not isinstance(room, int) or isinstance(room, bool) or room < 0:
             raise ValueError(f"room is {room!r}: expected a number of bytes, as 4096, or 0 for none")
         self._room = room
-
-    @property
-    def course(self) -> Course | None:
-        """Course of the last noted run; None if unknown, because it did not end."""
-        return self._ranks.course
 
     @property
     def searches(self) -> bool:
@@ -217,92 +216,73 @@ class SimulatedWorld(World):
         least = range(max(enough // 2, self.room) + 1, enough)
         return least.start + bisect_left(least, True, key=self._ends_with)
 
-    @property
-    def may_end(self) -> bool:
-        """True if the hanging last run may end on NCCL, where programs go on while their devices wait.
-
-        A program here waits for a rank whose device waits. It is unknown how far programs would go on: they stop where
-        they ask for a number.
-        """
-        return self._ranks.may_end
-
     def _ends_with(self, room: int) -> bool:
         reports = self._run_again(self.transport, room)
         return reports is not None and not any(report.failed for report in reports)
 
     def _run_again(self, transport: Transport, room: int) -> Sequence[RankReport] | None:
-        return self._ranks.again(replace(self._any_manner, transport=transport, room=room))
+        return self._ranks.again(replace(self.decision, transport=transport, room=room))
 
-    @property
-    def _any_manner(self) -> Manner:
-        own = tuple(sorted(self.own_modules))
-        return Manner(self.seed, self.transport, self.timing, False, own, self.room)
-
-    def _manner(self) -> Manner:
-        """Settings of the next run alone; it may note its course."""
+    def order(self, job: bytes, ranks: int, timeout_s: float) -> RunOrder:
+        """Order the next run alone; it may note its course. Raises ValueError for room that the transport lacks."""
         if self.room and (why := keeps_none(self.transport)):
             raise ValueError(f"room is {self.room}: {why}, or room 0")
         noted, self.noted = self.noted, False
-        return replace(self._any_manner, noted=noted)
+        own = tuple(sorted(self.own_modules))
+        return RunOrder(job, ranks, timeout_s, self.decision, self.timing, own, noted)
 
     def _start_ranks(self) -> "_Ranks":
         return self._ranks
 
 
 class _Ranks:
-    """The process of simulated ranks.
+    """The process of simulated ranks, which plays a world's runs, and notes in it what it learns of them."""
 
-    ``manner``: settings of the next run. ``course``: the last noted run's. ``may_end``: the last run hangs, but
-    may end if programs run on while devices wait.
-    """
-
-    def __init__(self, manner: Callable[[], Manner], *, silent: bool = False) -> None:
-        self.course: Course | None = None
-        self.may_end = False
-        self._manner = manner
+    def __init__(self, world: SimulatedWorld, *, silent: bool = False) -> None:
+        self._world = world
         self._last: tuple[RunOrder, str] | None = None
-        self._in_time = False
         self._process = Processes(CPU, silent=silent)
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
     ) -> Sequence[RankReport]:
         """One report for each rank, in rank order."""
-        what = RunOrder(order, ranks, timeout_s, self._manner())
-        reports, course = self._play(what, label, meanwhile)
-        self.course = course if what.manner.noted else self.course
-        self._last = (what, label) if self._in_time else None
-        return reports
+        what = self._world.order(order, ranks, timeout_s)
+        self._last = None
+        played = self._play(what, label, meanwhile)
+        if what.noted:
+            self._world.course = played.course
+        if played.in_time:
+            self._last = what, label
+        return played.reports
 
-    def again(self, manner: Manner) -> Sequence[RankReport] | None:
-        """Repeat the last run with these settings, and return how its ranks end.
+    def again(self, decision: Simulation) -> Sequence[RankReport] | None:
+        """Repeat the last run with this decision, and return how its ranks end.
 
         None if unknown: a deadlock is recognized, endless computation or sleep is not.
         """
-        self.may_end = False
+        self._world.may_end = False
         if self._last is None:
             return None
         what, label = self._last
-        reports, _ = self._play(replace(what, manner=manner), label, ())
-        return reports if self._in_time else None
+        played = self._play(replace(what, decision=decision, noted=False), label, ())
+        return played.reports if played.in_time else None
 
-    def _play(
-        self, what: RunOrder, label: str, meanwhile: Iterable[object]
-    ) -> tuple[Sequence[RankReport], Course | None]:
-        self._in_time = self.may_end = False
+    def _play(self, what: RunOrder, label: str, meanwhile: Iterable[object]) -> Played:
+        self._world.may_end = False
         job = pack((sys.path, (), pack((play, (what,)))))
         most_s = WHOLE * what.timeout_s + END_S
         (answer,) = self._process.run(job, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process with all ranks, so all failed
             if answer.ending is Ending.STUCK:  # its stack shows the wait for ranks
                 answer = replace(answer, message=answer.message + _WHICH, traceback="")
-            return [replace(answer, rank=rank) for rank in range(what.ranks)], None
+            return Played([replace(answer, rank=rank) for rank in range(what.ranks)], sound=False, in_time=False)
         played = unpack(answer.payload)
         assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"
-        self._in_time, self.may_end = played.in_time, played.may_end
+        self._world.may_end = played.may_end
         if not played.sound:
             self._process.close()
-        return played.reports, played.course
+        return played
 
     def close(self) -> None:
         """End the process."""

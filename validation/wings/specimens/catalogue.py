@@ -1,18 +1,19 @@
 """All specimens by name: the tables of ``families``, and what files of a user's own register.
 
-catalogue.csv describes each: its family, classes of reports, one such report, and the mistake. The catalogue has the
-file's order.
+A table composes each. catalogue.csv has the rest, and its order is the catalogue's: family, classes of reports, one
+such report, and the mistake; the truth: kind, law, place, kinds that final gradients cannot tell apart; and the case's
+needs. A row without a kind is a control.
 """
 
 import csv
 import re
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipeproof.core.cause import KINDS
 from pipeproof.own.case import Case, CaseError
@@ -20,7 +21,9 @@ from pipeproof.own.faults import SpecimenError, unknown
 from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import list_known
+from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.specimens.families import (
+    by_hand,
     collectives,
     crossings,
     devices,
@@ -29,48 +32,112 @@ from pipeproof.wings.specimens.families import (
     microbatches,
     model,
     order,
-    races,
     steps,
 )
-from pipeproof.wings.specimens.specimen import CLASSES, Entry, Specimen, Where
+from pipeproof.wings.specimens.planting import first, last, middle, second
+from pipeproof.wings.specimens.specimen import (
+    CLASSES,
+    Entry,
+    Fault,
+    Needs,
+    Specimen,
+    StageAt,
+    split_microbatches,
+)
 
-_TABLES = (gradients, microbatches, steps, messages, model, order, devices, races, crossings, collectives)
+_TABLES = (gradients, microbatches, steps, messages, model, order, devices, by_hand, crossings, collectives)
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _WANTED = "expected Python that calls register(Specimen(...))"
-T = TypeVar("T")
+_STAGES: Mapping[str, StageAt] = {one.__name__: one for one in (first, second, middle, last)}
+# Words for what depends on the case; M is the number of its microbatches.
+_MICROBATCHES: Mapping[str, Callable[[Case], tuple[int, ...]]] = {
+    "all": lambda case: tuple(range(case.microbatches)),
+    "last": lambda case: (case.microbatches - 1,),
+    "first-split": lambda case: split_microbatches(case.built, case.stages // 2)[:1],
+}
+_FACTORS: Mapping[str, Callable[[Case], float]] = {
+    "M": lambda case: float(case.microbatches),
+    "1/M": lambda case: 1 / case.microbatches,
+}
+Read = Mapping[str, Callable[[str], Any]]  # how a field is read; others are numbers, and without a value true
+_PLACE: Read = {
+    "stage": lambda text: _STAGES[text],
+    "microbatches": lambda text: _MICROBATCHES.get(text) or tuple(map(int, text.split(","))),
+    "parameter": str,
+    "factor": lambda text: _FACTORS.get(text) or (lambda case: float(text)),
+}
+_NEEDS: Read = {
+    "models": lambda text: tuple(text.split(",")),
+    "plan": lambda text: tuple(text.split("+")),
+    "loss": str,
+    "transports": lambda text: tuple(map(Transport, text.split(","))),
+}
+
+
+def _fields(text: str, read: Read) -> dict[str, Any]:
+    pairs = (word.partition("=") for word in text.split())
+    return {name: read.get(name, int)(value) if given else True for name, given, value in pairs}
+
+
+class Row(NamedTuple):
+    """A row of the file: the ``about`` of an entry, its truth unless it is right, and the needs of its cases."""
+
+    about: Mapping[str, Any]
+    fault: Fault | None
+    needs: Needs
+    schedule: str
 
 
 @cache
-def _read_file() -> Mapping[str, Mapping[str, Any]]:
-    """Read each specimen's entry from the file, by name."""
+def read_rows() -> Mapping[str, Row]:
+    """Read the file's rows, by name."""
+    found = {}
     with Path(__file__).with_name("catalogue.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: {**row, "classes": tuple(row["classes"].split())} for row in csv.DictReader(file)}
+        for row in csv.DictReader(file):
+            about = {field: row[field] for field in ("name", "family", "origin", "summary")}
+            place, alike = _fields(row["place"], _PLACE), tuple(row["alike"].split())
+            found[row["name"]] = Row(
+                {**about, "classes": tuple(row["classes"].split())},
+                Fault(row["kind"], row["law"], alike=alike, **place) if row["kind"] else None,
+                Needs(**_fields(row["needs"], _NEEDS)),
+                row["schedule"],
+            )
+    return found
 
 
-def describe(rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Add the file's entries to ``rows`` of a table, in the catalogue's order."""
-    those: Mapping[str, Any] = rows
-    found = {name: replace(those[name], **said) for name, said in _read_file().items() if name in those}
-    assert found.keys() == rows.keys(), f"catalogue.csv has no {', '.join(sorted(rows.keys() - found.keys()))}"
-    return MappingProxyType(found)
+def _entries() -> Iterator[Entry]:
+    """What the tables compose, with the file's rows, in their order."""
+    tables = ChainMap(*(table.PLANTS for table in _TABLES))
+    assert tables.keys() <= read_rows().keys(), f"catalogue.csv has no {', '.join(tables.keys() - read_rows().keys())}"
+    for name, row in read_rows().items():
+        if name in tables:
+            plant = tables[name]
+            own = plant if isinstance(plant, Entry) else Entry(plant=plant)
+            needs = replace(row.needs, also=own.needs.also)
+            fields = {**vars(own), **row.about, "needs": needs, "schedule": row.schedule}
+            yield Entry(**fields) if row.fault is None else Specimen(**fields, fault=row.fault)
 
 
-_SPECIMENS: Mapping[str, Specimen] = describe(ChainMap(*(table.SPECIMENS for table in _TABLES)))
-_CONTROLS: Mapping[str, Entry] = describe(ChainMap(*(getattr(table, "CONTROLS", {}) for table in _TABLES)))
+_ENTRIES = {one.name: one for one in _entries()}
+_SPECIMENS = {name: one for name, one in _ENTRIES.items() if isinstance(one, Specimen)}
+_CONTROLS = {name: one for name, one in _ENTRIES.items() if name not in _SPECIMENS}
 
 
 E = TypeVar("E", bound=Entry)
 
 
-def _show(rows: Mapping[str, E], where: Where) -> Mapping[str, E]:
-    return MappingProxyType({name: one for name, one in rows.items() if one.needs.where is where})
+def _show(rows: Mapping[str, E], *, device: bool = False, simulated: bool = False) -> Mapping[str, E]:
+    """Rows that show anywhere; or on a device or simulated ranks alone, because others show them by luck."""
+    own = {name: (one.needs.device, bool(one.needs.transports)) for name, one in rows.items()}
+    return MappingProxyType({name: one for name, one in rows.items() if own[name] == (device, simulated)})
 
 
-_KNOWN = dict(_show(_SPECIMENS, Where.ANYWHERE))  # and what files register
+_KNOWN = dict(_show(_SPECIMENS))  # and what files register
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
-ON_DEVICES, IN_SIMULATION = _show(_SPECIMENS, Where.DEVICE), _show(_SPECIMENS, Where.SIMULATED)
+ON_DEVICES, IN_SIMULATION = _show(_SPECIMENS, device=True), _show(_SPECIMENS, simulated=True)
 # Changes without a fault, which must pass.
-CONTROLS, DEVICE_CONTROLS, SIMULATED_CONTROLS = (_show(_CONTROLS, where) for where in Where)
+CONTROLS, DEVICE_CONTROLS = _show(_CONTROLS), _show(_CONTROLS, device=True)
+SIMULATED_CONTROLS = _show(_CONTROLS, simulated=True)
 
 
 class Catalogue:

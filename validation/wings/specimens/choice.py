@@ -18,8 +18,7 @@ from pipeproof.wings.specimens.catalogue import (
     SPECIMENS,
     fault,
 )
-from pipeproof.wings.specimens.mixed import MIXED
-from pipeproof.wings.specimens.mixed_check import try_mixed
+from pipeproof.wings.specimens.mixed import MIXED, try_mixed
 from pipeproof.wings.specimens.trial import Trial, case_for, search, smallest_of, try_out
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.world import World

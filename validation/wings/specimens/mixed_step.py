@@ -5,7 +5,6 @@ Our own runtime has none of this. A subclass with one change is a fault.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch.amp import GradScaler
 
 WIDTH, ROWS, COUNT, LAYERS = 16, 8, 4, 2  # of every layer, of a microbatch, of microbatches, of a stage's layers
 _RATE, _MOMENTUM = 0.5, 0.9
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 Gradients = Mapping[str, Tensor]
@@ -37,8 +37,8 @@ class MixedPrecision:
     max_norm: float = math.inf
 
     def __str__(self) -> str:
-        words = [f"weights={_name(self.weights)}"]
-        words += [] if self.autocast is None else [f"autocast={_name(self.autocast)}"]
+        words = [f"weights={_NAMES[self.weights]}"]
+        words += [] if self.autocast is None else [f"autocast={_NAMES[self.autocast]}"]
         words += [word for word, there in (("main_grad", self.main_grad), ("masters", self.masters)) if there]
         words += [f"scale={self.scale:g}"] if self.scale else []
         words += [f"max_norm={self.max_norm:g}"] if math.isfinite(self.max_norm) else []
@@ -108,9 +108,10 @@ class MixedStep:
 
     def forwards(self, microbatches: Pairs) -> None:
         """All forwards, with the losses of the last stage."""
+        computing = self.way.autocast or self.way.weights  # and the type of a stage's output
         for inputs, target in microbatches:
-            taken = self.receive(self.rank - 1, self.message_type()).requires_grad_() if self.rank else inputs
-            with self.cast():
+            taken = self.receive(self.rank - 1, computing).requires_grad_() if self.rank else inputs
+            with torch.autocast("cpu", computing, enabled=self.way.autocast is not None):
                 made = self.stage(taken)
             if self.rank == self.last:
                 loss = loss_fn(made, target)
@@ -128,14 +129,6 @@ class MixedStep:
             if self.rank:
                 assert taken.grad is not None, "a stage has layers"
                 self.send(taken.grad, self.rank - 1)
-
-    def cast(self) -> AbstractContextManager[object]:
-        """Return the context for modules' computation."""
-        return torch.autocast("cpu", self.way.autocast) if self.way.autocast else nullcontext()
-
-    def message_type(self) -> torch.dtype:
-        """Return the type of a stage's output."""
-        return self.way.autocast or self.way.weights
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Send a stage's output, or a gradient."""
@@ -202,8 +195,3 @@ def microbatches_of(way: MixedPrecision) -> Pairs:
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     """A microbatch's loss, in fp32."""
     return nn.functional.mse_loss(output.float(), target)
-
-
-def _name(dtype: torch.dtype) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names[dtype]

@@ -81,25 +81,22 @@ def on_gradients(change: Edit, place: StageAt | None = None, *, clipped: bool = 
     """Change a module's gradients after the last backward; or, if ``clipped``, after clipping: observed by the
     optimizer alone."""
     changed = on_modules(change, place)
-
-    def reduce(parts: Parts) -> None:
-        changed(parts)
-        parts.gradients.reduce_tied()
-
-    def scale(factor: float, parts: Parts) -> None:
-        parts.gradients.scale(factor)
-        changed(parts)
-
-    return on_work(scale=scale) if clipped else on_work(reduce=reduce)
+    return on_work(clipped=changed) if clipped else on_work(before=changed)
 
 
 def on_work(
     *,
+    before: Callable[[Parts], object] = pass_on,
     reduce: Callable[[Parts], object] = lambda parts: parts.gradients.reduce_tied(),
+    reduced: Callable[[Parts], object] = pass_on,
     squares: Callable[[list[float], Parts], list[float]] = pass_on,
     scale: Callable[[float, Parts], object] = lambda factor, parts: parts.gradients.scale(factor),
+    clipped: Callable[[Parts], object] = pass_on,
 ) -> Plant:
-    """Change the work on gradients: how tied ones are summed, the squares that make the norm, how they are clipped."""
+    """Change the work on gradients: how tied ones are summed, the squares that make the norm, how they are clipped.
+
+    ``before`` and once they are ``reduced``, or ``clipped``: what else is done to them.
+    """
 
     class Work(AroundGradients):
         def __init__(self, parts: Parts) -> None:
@@ -107,13 +104,16 @@ def on_work(
             self._parts = parts
 
         def reduce_tied(self) -> None:
+            before(self._parts)
             reduce(self._parts)
+            reduced(self._parts)
 
         def squares(self) -> list[float]:
             return squares(self.inner.squares(), self._parts)
 
         def scale(self, factor: float) -> None:
             scale(factor, self._parts)
+            clipped(self._parts)
 
     return lambda parts: replace(parts, gradients=Work(parts))
 
@@ -235,15 +235,12 @@ def put_off(late: Callable[[Call], bool], *, reduced: bool) -> Plant:
                 yield
             shares.append(share)
 
-        def reduce(parts: Parts) -> None:
-            if reduced:
-                parts.gradients.reduce_tied()
+        def add_all(parts: Parts) -> None:
             while shares:
                 add(shares.pop())
-            if not reduced:
-                parts.gradients.reduce_tied()
 
-        return both(on_stages(Changes(adding=adding)), on_work(reduce=reduce))(parts)
+        work = on_work(reduced=add_all) if reduced else on_work(before=add_all)
+        return both(on_stages(Changes(adding=adding)), work)(parts)
 
     return plant
 
@@ -391,7 +388,6 @@ def norm_weight(module: nn.Module) -> list[nn.Parameter]:
 
 
 NORMS = (nn.LayerNorm, nn.BatchNorm1d)
-NORM = r"norm.*\.weight$"  # matches the name of norm_weight's parameter first
 
 
 def round_through(tensor: Tensor, dtype: torch.dtype) -> Tensor:

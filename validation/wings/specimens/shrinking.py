@@ -41,19 +41,27 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
     began: list[Case] = []
 
     def run(case: Case, world: World) -> Verdict:
-        verdict = _judge(specimen, case, world)
-        if verdict.outcome == "pass":
-            return verdict
-        if not began and str(case) in simplest:
-            return replace(verdict, outcome="pass")  # begin with a case that chance has made
+        if specimen.reorder is pass_on:
+            verdict = judge_case(case, world)  # raises hangs and crashes
+        else:
+            broken = broken_laws(specimen.reorder(lower(case.built)))
+            verdict = Verdict(str(case), "pass", "none", tuple(LawResult(law, "fail") for law in broken))
+        failed = specimen.law in [law.name for law in verdict.laws if law.outcome == "fail"]
+        if not failed or (not began and str(case) in simplest):  # begin with a case that chance has made
+            return replace(verdict, outcome="pass")
         began.append(case)
-        return verdict
+        return replace(verdict, outcome="fail")
+
+    def note(drawn: tuple[Case, int]) -> Case:
+        case, number = drawn
+        if number == 0:  # Hypothesis draws the simplest before random ones
+            simplest.add(str(case))
+        return case
 
     simplest: set[str] = set()
     drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
-    strategy = drawn.map(lambda pair: _note(*pair, simplest))
     tally = Tally(BUDGET)
-    found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
+    found = fuzz(world, tally, seed_=seed, strategy=drawn.map(note), run=run)
     ended = "" if found is None else _plain(found.case)
     start = _plain(began[0]) if began else ended
     return Shrunk(specimen.name, specimen.smallest, start, ended, tally.cases)
@@ -76,24 +84,6 @@ def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrat
 
     wide = cases(models=models, max_ranks=max_ranks).map(plant)
     return wide.filter(lambda case: not specimen.missing(case))
-
-
-def _note(case: Case, number: int, simplest: set[str]) -> Case:
-    """Note ``case`` if drawn with number 0, because Hypothesis draws the simplest before random ones."""
-    if number == 0:
-        simplest.add(str(case))
-    return case
-
-
-def _judge(specimen: Specimen, case: Case, world: World) -> Verdict:
-    """Pass unless the specimen's own law fails. Raises hangs and crashes."""
-    if specimen.reorder is not pass_on:
-        failed = specimen.law in broken_laws(specimen.reorder(lower(case.built)))
-        law = LawResult(specimen.law, "fail" if failed else "pass")
-        return Verdict(str(case), "fail" if failed else "pass", "none", (law,))
-    verdict = judge_case(case, world)
-    failed = any(law.name == specimen.law and law.outcome == "fail" for law in verdict.laws)
-    return replace(verdict, outcome="fail" if failed else "pass")
 
 
 def _plain(case: Case) -> str:

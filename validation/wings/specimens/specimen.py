@@ -3,14 +3,12 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
-from typing import Any
 
 from pipeproof.core.cause import RACES, Cause
 from pipeproof.own.case import MODELS, Case, plainest_first
 from pipeproof.own.data import model_for
-from pipeproof.own.faults import Change, Plant, pass_on
+from pipeproof.own.faults import Change
 from pipeproof.own.stages import owners
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.schedule import Schedule
@@ -72,24 +70,18 @@ class Fault:
     def cause(self, case: Case) -> Cause:
         """The cause in ``case``."""
         stage = None if self.stage is None else self.stage(case.stages)
+        parameter = None
+        if self.parameter and stage is not None:
+            owned = owners(model_for(case), case.split).items()
+            parameter = next(name for name, own in owned if own == stage and re.search(self.parameter, name))
         return Cause(
             self.kind,
             rank=self.rank if stage is None else case.built.placement[stage],
             stage=None if self.kind in ("crash", *RACES) else stage,  # a rank that failed tells no stage
             microbatches=self.microbatches(case) if callable(self.microbatches) else self.microbatches,
-            parameter=self._parameter(case, stage) if self.parameter and stage is not None else None,
+            parameter=parameter,
             factor=None if self.factor is None else self.factor(case),
         )
-
-    def _parameter(self, case: Case, stage: int) -> str:
-        names = (name for name, owner in owners(model_for(case), case.split).items() if owner == stage)
-        return next(name for name in names if re.search(self.parameter, name))
-
-
-class Where(Enum):
-    """Ranks that show a fault: all, those on a device, or simulated ones, because real ones show it by luck."""
-
-    ANYWHERE, DEVICE, SIMULATED = range(3)
 
 
 @dataclass(frozen=True)
@@ -116,11 +108,6 @@ class Needs:
     device: bool = False
     transports: tuple[Transport, ...] = ()
     also: Callable[[Case], str] = lambda case: ""
-
-    @property
-    def where(self) -> Where:
-        """Ranks that show the fault."""
-        return Where.SIMULATED if self.transports else Where.DEVICE if self.device else Where.ANYWHERE
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show the fault; empty if it can."""
@@ -213,20 +200,6 @@ class Specimen(Entry):
     def cause(self, case: Case) -> Cause:
         """Return the cause that a diagnosis of ``case`` should name."""
         return self.fault.cause(case)
-
-
-def row(fault: Fault, plant: Plant = pass_on, *needs: Needs, **more: Any) -> Specimen:
-    """Return a specimen, named by its table. ``needs``: one, or none if every case suffices."""
-    if needs:
-        (more["needs"],) = needs
-    return Specimen(fault=fault, plant=plant, **more)
-
-
-def control(plant: Plant = pass_on, *needs: Needs, **more: Any) -> Entry:
-    """Return a control, like ``row`` without a fault."""
-    if needs:
-        (more["needs"],) = needs
-    return Entry(plant=plant, **more)
 
 
 def split_microbatches(schedule: Schedule, stage: int) -> tuple[int, ...]:

@@ -35,13 +35,14 @@ IN_SIMULATION_COLUMNS = (
 
 def line(trial: Trial, width: int | None = None, *, columns: Sequence[Column] = COLUMNS) -> str:
     """Format one line of the table with these columns."""
+    found = trial.recorded
     cells = {
         "specimen": trial.specimen,
         "schedule": trial.case.partition(" ")[0],
         "planted": trial.planted,
         "caught by": trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}",
-        "named": _kind(trial.recorded),
-        "place": "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded),
+        "named": _kind(found),
+        "place": "-" if found is None or found.kind is None else "right" if found.located else "wrong",
         "from gradients": _kind(trial.final),
         "transport": "-" if trial.transport is None else everyday(transport_of(trial.transport)),
         "seed": f"{trial.seed}",
@@ -54,10 +55,6 @@ def _kind(one: Named | None) -> str:
     if one is None:
         return "-"
     return "unknown" if one.kind is None else one.kind if one.right else f"NOT: {one.kind}"
-
-
-def _place(one: Named) -> str:
-    return "right" if one.located else "wrong"
 
 
 _LISTED = (

@@ -12,7 +12,8 @@ from pipeproof.core.measured import Done, Measured, Weights
 from pipeproof.core.observe.stack import Line
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
-from pipeproof.reports.page.page import CampaignRow, campaign, page
+from pipeproof.reports.gate_reports import CaseResult
+from pipeproof.reports.page.page import campaign, page
 from tests.support.golden import golden
 from tests.support.page_text import PageText
 from tests.support.verdicts import BARE, CELLS, COMPARED, FAILED, LAWS, PASSED, RAN, WRONG, large
@@ -132,12 +133,12 @@ def test_a_hang_and_a_crash_say_so() -> None:
         assert "Unknown" not in said(verdict)
         golden(told(verdict))
         golden(told(replace(verdict, causes=())))
-        rows = PageText(campaign([CampaignRow(verdict, "unknown")] * 2, said="two", left_out={})).text
+        rows = PageText(campaign([CaseResult(verdict)] * 2, said="two", left_out={})).text
         assert rows.count(f"{ended} mine") == 2
 
 
 def test_the_page_of_a_planted_fault() -> None:
-    entries = [CampaignRow(PASSED, "pass"), CampaignRow(FAILED, "pass", "the planted fault is caught")]
+    entries = [CaseResult(PASSED), CaseResult(FAILED, "planted", size=(1,), fault="layernorm-zero")]
     golden(PageText(campaign(entries, said="gate PASS", left_out={})).lines, exact=True)
 
 
@@ -157,5 +158,5 @@ def test_odd_numbers_are_shown(odd: float) -> None:
     verdict = replace(FAILED, measured=replace(FAILED.measured, compared=compared, ran=ran), seconds=odd)
     laws = (replace(LAWS[0], worst=odd, floor=odd), *LAWS[1:])
     assert f"{odd:.9g}" in said(replace(verdict, laws=laws, outcome="unknown", stopped="x (y.py:1)", traceback="t"))
-    made = campaign([CampaignRow(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
+    made = campaign([CaseResult(replace(verdict, laws=laws))] * 2, said="odd", left_out={})
     golden(PageText(made).lines, lines="^Of ")

@@ -23,7 +23,7 @@ from pipeproof.wings.adapters.step import FrameworkStep
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
 from tests.support.steps import blocks, loss_fn, pairs
-from tests.validation.wings.adapters.test_adapters_job import Job as Watched
+from tests.validation.wings.adapters.test_adapter import Job as Watched
 
 OURS = Framework("ours", "pipeproof", ("0.1",), "pip install pipeproof")
 

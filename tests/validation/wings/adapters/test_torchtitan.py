@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.wings.adapters import torchtitan
+from pipeproof.wings.adapters.framework import unwrap
 from pipeproof.wings.adapters.torchtitan import TorchtitanError, UnitLoss, tokens_in, whole_of
 
 
@@ -122,7 +123,8 @@ def test_a_model_part_has_the_weights_and_names_of_the_whole_model() -> None:
     part, whole = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torchtitan.TORCHTITAN.load([(f"model.{name}", one) for name, one in part.named_parameters()], whole)
     assert part[0].weight.equal(whole[0].weight)
-    assert torchtitan.global_name("layers.1._checkpoint_wrapped_module._orig_mod.wo.weight") == "layers.1.wo.weight"
+    wrapped = "layers.1._checkpoint_wrapped_module._orig_mod.wo.weight"
+    assert unwrap(wrapped, *torchtitan._WRAPPERS) == "layers.1.wo.weight"
     with pytest.raises(TorchtitanError, match=r"^a stage has a parameter model.0.weight of shape \[2, 2\]"):
         torchtitan.TORCHTITAN.load([("model.0.weight", part[0].weight)], nn.Sequential(nn.Linear(2, 3)))
 

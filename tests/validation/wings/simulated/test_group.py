@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,65 +15,44 @@ from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.sweeps import SWEEP
 from tests.support.works import finish
 
 
 def every_collective(context: RankContext) -> dict[str, Any]:
-    rank, ranks = context.rank, context.ranks
+    rank, ranks, observed = context.rank, context.ranks, dict[str, Any]()
     own = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    observed: dict[str, Any] = {}
+    several = [own + 100 * k for k in range(ranks)]
+    parts = [torch.empty(2, 3) for _ in range(ranks)]
+    share, whole, turned, listed = torch.empty(2, 3), torch.empty(2 * ranks, 3), torch.empty(ranks), [f"from {rank}"]
+    objects: list[Any] = [None] * ranks
 
-    def note(name: str, *tensors: Tensor) -> None:
-        observed[name] = [tensor.tolist() for tensor in tensors]
+    def note(outputs: list[Any], call: Callable[..., object], *given: Any, **named: Any) -> None:
+        call(*given, **named)
+        shown = [one.tolist() if isinstance(one, Tensor) else one for one in outputs]
+        observed[f"{len(observed)} {call.__name__}"] = str(shown)
 
     for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-        whole = own.clone()
-        dist.all_reduce(whole, operation)
-        note(f"all_reduce {operation}", whole)
-    given = own.clone()
-    dist.broadcast(given, 1)
-    note("broadcast", given)
-    to_one = own.clone()
-    dist.reduce(to_one, 1)
-    note("reduce", *([to_one] if rank == 1 else []))
-    parts = [torch.empty(2, 3) for _ in range(ranks)]
-    dist.all_gather(parts, own)
-    note("all_gather", *parts)
-    whole = torch.empty(2 * ranks, 3)
-    dist.all_gather_into_tensor(whole, own)
-    note("all_gather_into_tensor", whole)
-    dist.gather(own, parts if rank == 0 else None)
-    note("gather", *(parts if rank == 0 else []))
-    scattered = torch.empty(2, 3)
-    dist.scatter(scattered, [own + k for k in range(ranks)] if rank == 0 else None)
-    note("scatter", scattered)
-    share = torch.empty(2, 3)
-    dist.reduce_scatter(share, [own + k for k in range(ranks)])
-    note("reduce_scatter", share)
-    dist.reduce_scatter_tensor(share, whole)
-    note("reduce_scatter_tensor", share)
-    dist.all_to_all(parts, [own + 100 * k for k in range(ranks)])
-    note("all_to_all", *parts)
-    turned = torch.empty(ranks)
-    dist.all_to_all_single(turned, torch.arange(float(ranks)) + 10 * rank)
-    note("all_to_all_single", turned)
-    objects: list[Any] = [None] * ranks
-    dist.all_gather_object(objects, {"rank": rank})
-    listed = [f"from {rank}"]
-    dist.broadcast_object_list(listed, 0)
-    observed["objects"] = objects, listed
+        note([changed := own.clone()], dist.all_reduce, changed, operation)
+    note([changed := own.clone()], dist.broadcast, changed, 1)
+    changed = own.clone()
+    note([changed] if rank == 1 else [], dist.reduce, changed, 1)
+    note(parts, dist.all_gather, parts, own)
+    note([whole], dist.all_gather_into_tensor, whole, own)
+    note(parts if rank == 0 else [], dist.gather, own, parts if rank == 0 else None)
+    note([share], dist.scatter, share, several if rank == 0 else None)
+    note([share], dist.reduce_scatter, share, several)
+    note([share], dist.reduce_scatter_tensor, share, whole)
+    note(parts, dist.all_to_all, parts, several)
+    note([turned], dist.all_to_all_single, turned, torch.arange(float(ranks)) + 10 * rank)
+    note(objects, dist.all_gather_object, objects, {"rank": rank})
+    note(listed, dist.broadcast_object_list, listed, 0)
     pair = dist.new_group([0, 1])
     if rank < 2:
-        dist.all_reduce(own, group=pair)
+        note([own], dist.all_reduce, own, group=pair)
     dist.barrier()
-    note("new_group", own)
-    observed["names"] = (
-        str(dist.get_backend()),
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.get_process_group_ranks(pair),
-    )
-    return observed
+    numbers = dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(pair)
+    return {**observed, "names": (str(dist.get_backend()), *numbers)}
 
 
 def every_message(context: RankContext) -> list[Any]:
@@ -99,26 +77,18 @@ def every_message(context: RankContext) -> list[Any]:
     return [here.tolist(), there.tolist(), observed, objects]
 
 
-@pytest.mark.parametrize("job", [every_collective, every_message])
-def test_what_calls_give_is_what_they_give_on_real_ranks(job: Any, simulated: SimulatedWorld, world: World) -> None:
-    real = world.run(job, ranks=2)
-    for simulated.seed in range(3):
-        assert simulated.run(job, ranks=2) == real
-
-
 def polls(context: RankContext) -> list[float]:
     buffer = torch.empty(2)
     work = dist.irecv(buffer, 1 - context.rank)
     sent = dist.isend(torch.full((2,), float(context.rank)), 1 - context.rank)
     assert work is not None, "its rank is in the group"
-    assert sent is not None, "its rank is in the group"
     while not work.is_completed():
         pass
-    sent.wait()
+    finish(sent)
     return buffer.tolist()
 
 
-def test_who_asks_whether_it_has_come_may_read_it(simulated: SimulatedWorld) -> None:
+def test_who_asks_whether_it_has_come_may_read(simulated: SimulatedWorld) -> None:
     assert simulated.run(polls, ranks=2) == [[1.0, 1.0], [0.0, 0.0]]
 
 
@@ -161,10 +131,34 @@ def of_other_shapes(context: RankContext) -> list[float]:
     return [number.item(), *row.flatten().tolist(), *rows.flatten().tolist()]
 
 
-@pytest.mark.sweep
-def test_shapes_may_differ_where_numbers_of_elements_do_not(simulated: SimulatedWorld, world: World) -> None:
-    real = world.run(of_other_shapes, ranks=2)
-    assert simulated.run(of_other_shapes, ranks=2) == real == [[2.0, 0.0, 2.0, 4.0] + [1.0] * 6] * 2
+def uneven_shards(context: RankContext) -> list[Any]:
+    """What DTensor remembers of a mesh is a rank's own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, context.ranks // 2))
+    observed = []
+    for length in (3, 5):  # of which some ranks have less than others, or nothing
+        rows = distribute_tensor(torch.arange(3.0 * length).reshape(length, 3), mesh, [Shard(0), Shard(0)])
+        columns = rows.redistribute(mesh, [Shard(0), Shard(1)])
+        whole = columns.redistribute(mesh, [Shard(0), Replicate()])
+        observed += [one.to_local().tolist() for one in (rows, columns, whole)]
+    return observed
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        (every_collective, 2),
+        (every_message, 2),
+        pytest.param(of_other_shapes, 2, marks=SWEEP),
+        pytest.param(uneven_shards, 4, marks=[SWEEP, pytest.mark.long]),
+    ],
+)
+def test_calls_give_what_they_give_on_real_ranks(job: Any, ranks: int, simulated: SimulatedWorld, world: World) -> None:
+    real = world.run(job, ranks=ranks)
+    for simulated.seed in range(3):
+        assert simulated.run(job, ranks=ranks) == real
 
 
 def divided(context: RankContext) -> None:
@@ -176,10 +170,22 @@ def premultiplied(context: RankContext) -> None:
     dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
 
 
-@pytest.mark.parametrize(("job", "said"), [(divided, "ProcessGroup.monitored_barrier"), (premultiplied, "PREMUL_SUM")])
+def names_another(context: RankContext) -> None:
+    dist.broadcast(torch.ones(1), 2, group=dist.new_group([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (divided, r"the simulated world has no ProcessGroup.monitored_barrier: run this on real ranks"),
+        (premultiplied, r"the simulated world has no reduction PREMUL_SUM: run this on real ranks"),
+        (names_another, "Global rank 2 is not part of group <SimulatedGloo 1>"),  # so it is called in every run
+    ],
+)
 def test_what_is_not_there_says_so(job: Callable[..., None], said: str, simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed, match=f"the simulated world has no [a-z ]*{said}: run this on real ranks"):
-        simulated.run(job, ranks=2)
+    for _ in range(2):
+        with pytest.raises(RankFailed, match=said):
+            simulated.run(job, ranks=2)
 
 
 def made_in_another_order(context: RankContext, use: str) -> None:
@@ -205,35 +211,3 @@ def test_groups_that_are_made_in_another_order_are_told(use: str, simulated: Sim
         assert cause.kind == "desynchronised"
         golden(re.sub(r"\d", "#", cause.said))
         assert ["new_group(pair)" in line.text for _, line in cause.lines] == [True, True]
-
-
-def names_another(context: RankContext) -> None:
-    dist.broadcast(torch.ones(1), 2, group=dist.new_group([0, 1]))
-
-
-def test_a_group_is_called_the_same_in_every_run(simulated: SimulatedWorld) -> None:
-    for _ in range(2):
-        with pytest.raises(RankFailed, match="Global rank 2 is not part of group <SimulatedGloo 1>"):
-            simulated.run(names_another, ranks=2)
-
-
-def scatters_less(context: RankContext) -> None:
-    parts = [torch.ones(1)] * context.ranks if context.rank == 0 else None
-    dist.scatter(torch.empty(2), parts)
-
-
-def gathers_less(context: RankContext) -> None:
-    dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))
-
-
-@pytest.mark.parametrize("job", [scatters_less, gathers_less])
-def test_what_does_not_fit_where_a_collective_puts_it_is_told(
-    job: Callable[..., None], simulated: SimulatedWorld
-) -> None:
-    with pytest.raises(RankFailed) as failed:
-        simulated.run(job, ranks=2)
-    race = failed.value.cause
-    assert isinstance(race, Race)
-    assert race.kind == "mismatched"
-    ((_, line),) = race.lines
-    assert Path(line.file).name == "test_group.py"

@@ -44,10 +44,6 @@ def follow(context: RankContext, program: Program) -> None:
         work.wait()
 
 
-def hangs(world: World, program: Program) -> bool:
-    return stuck(world, follow, program, ranks=len(program.ranks))
-
-
 def stuck(world: World, *job: Any, ranks: int) -> bool:
     try:
         world.run(*job, ranks=ranks)
@@ -59,29 +55,16 @@ def stuck(world: World, *job: Any, ranks: int) -> bool:
 
 
 @pytest.mark.long
-@given(program=programs())
-@settings(deadline=None, max_examples=8)
-def test_static_models_and_simulated_runs_say_the_same(kept_simulated: SimulatedWorld, program: Program) -> None:
+@given(program=programs(), room=st.integers(0, 3))
+@settings(deadline=None, max_examples=12)
+def test_static_models_and_simulated_runs_agree(kept_simulated: SimulatedWorld, program: Program, room: int) -> None:
+    """Also where messages are kept."""
     assume(not any(message_order(program)))  # what uses a message before it is posted waits for nothing that runs
-    for transport, found in deadlocks(program).items():
+    for transport, found in deadlocks(program, room=room).items():
         kept_simulated.transport = transport
+        kept_simulated.room = 0 if RULES[transport].by_name else room * torch.ones(1).nbytes
         for kept_simulated.seed in range(2):
-            assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
-
-
-@pytest.mark.long
-@given(program=programs(), room=st.integers(1, 3))
-@settings(deadline=None, max_examples=4)
-def test_so_they_do_where_messages_are_kept(kept_simulated: SimulatedWorld, program: Program, room: int) -> None:
-    assume(not any(message_order(program)))
-    try:
-        for transport, found in deadlocks(program, room=room).items():
-            kept_simulated.transport = transport
-            kept_simulated.room = 0 if RULES[transport].by_name else room * torch.ones(1).nbytes
-            for kept_simulated.seed in range(2):
-                assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
-    finally:
-        kept_simulated.room = 0
+            assert stuck(kept_simulated, follow, program, ranks=len(program.ranks)) is (found is not None), transport
 
 
 def sends_first(context: RankContext) -> None:
@@ -97,9 +80,10 @@ def batched(context: RankContext) -> None:
         work.wait()
 
 
-def waits_for_its_send(context: RankContext, size: int = 1) -> None:
-    dist.send(torch.ones(size), 1 - context.rank)
-    dist.recv(torch.empty(size), 1 - context.rank)
+def waits_for_its_send(context: RankContext, size: int = 1, times: int = 1) -> None:
+    for call in (dist.send, dist.recv):
+        for _ in range(times):
+            call(torch.ones(size), 1 - context.rank)
 
 
 def never_sends(context: RankContext) -> None:
@@ -129,17 +113,11 @@ def kept_and_then_written(context: RankContext) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize("transport", sorted(set(Transport) - {Transport.UNLIMITED, Transport.BUFFERED}))
-def test_what_is_kept_is_what_was_sent(simulated: SimulatedWorld, transport: Transport) -> None:
-    simulated.transport, simulated.room = transport, 8
-    for simulated.seed in range(8):
-        assert simulated.run(kept_and_then_written, ranks=2)[1] == [1.0, 2.0, 3.0]
-
-
 def test_how_much_room_a_habit_needs(simulated: SimulatedWorld) -> None:
     for simulated.transport, job, needed in (
         (Transport.PAIR, sends_first, 4),
         (Transport.PAIR, partial(waits_for_its_send, size=5), 20),
+        (Transport.PAIR, partial(waits_for_its_send, times=3), 12),
         (Transport.PAIR, never_sends, None),
         (Transport.UNLIMITED, waits_for_its_send, None),
     ):
@@ -162,12 +140,6 @@ def test_room_wants_messages_in_order(simulated: SimulatedWorld) -> None:
 def test_nothing_is_kept_without_room_not_even_nothing(simulated: SimulatedWorld) -> None:
     for simulated.transport in Transport:
         assert stuck(simulated, waits_for_its_send, 0, ranks=2) is (simulated.transport is not Transport.BUFFERED)
-
-
-def test_a_smaller_message_is_not_kept_before_a_larger_one(simulated: SimulatedWorld) -> None:
-    simulated.transport, simulated.room = Transport.DIRECTED, 8
-    for simulated.seed in range(8):
-        assert not simulated.run(larger_first, ranks=2)[0]
 
 
 EVERY = set(Transport)
@@ -199,13 +171,6 @@ def crossed(context: RankContext) -> list[float]:
     return [] if context.rank == 0 else [float(buffer) for buffer in buffers]
 
 
-def test_tags_are_heeded_by_gloo_and_by_nothing_that_keeps_order(simulated: SimulatedWorld) -> None:
-    for simulated.transport in (Transport.UNLIMITED, Transport.BUFFERED):
-        assert simulated.run(crossed, ranks=2)[1] == [2.0, 1.0]
-    for simulated.transport in (Transport.PAIR, Transport.RANK, Transport.DIRECTED):
-        assert simulated.run(crossed, ranks=2)[1] == [1.0, 2.0]
-
-
 def to_a_subgroup(context: RankContext) -> float:
     group = dist.new_group([1, 2])
     buffer = torch.zeros(1)
@@ -216,5 +181,23 @@ def to_a_subgroup(context: RankContext) -> float:
     return float(buffer)
 
 
-def test_ranks_of_a_subgroup_are_the_worlds(simulated: SimulatedWorld) -> None:
-    assert simulated.run(to_a_subgroup, ranks=3) == [0.0, 0.0, 1.0]
+BY_TAG = {Transport.UNLIMITED, Transport.BUFFERED}
+
+
+@pytest.mark.parametrize(
+    ("job", "transports", "room", "expected"),
+    [
+        (kept_and_then_written, EVERY - BY_TAG, 8, [[], [1.0, 2.0, 3.0]]),  # what is kept is what was sent
+        (larger_first, {Transport.DIRECTED}, 8, [False, False]),  # a smaller message is not kept before a larger one
+        (crossed, BY_TAG, 0, [[], [2.0, 1.0]]),
+        (crossed, EVERY - BY_TAG - {Transport.STRICT}, 0, [[], [1.0, 2.0]]),  # what keeps order heeds no tags
+        (to_a_subgroup, {Transport.UNLIMITED}, 0, [0.0, 0.0, 1.0]),
+    ],
+)
+def test_what_comes_by_the_rules_of_transports(
+    job: Any, transports: set[Transport], room: int, expected: list[Any], simulated: SimulatedWorld
+) -> None:
+    simulated.room = room
+    for simulated.transport in transports:
+        for simulated.seed in range(8):
+            assert simulated.run(job, ranks=len(expected)) == expected

@@ -51,10 +51,6 @@ def noted_optimizers(context: RankContext) -> int:
     return len(observed)
 
 
-def test_hooks_of_all_optimizers_are_those_of_a_ranks_own(simulated: SimulatedWorld) -> None:
-    assert simulated.run(noted_optimizers, ranks=3) == [1, 1, 1]
-
-
 def switched(context: RankContext) -> list[object]:
     """What people set for a block of code, as it is in the midst of one in which ranks take turns, and behind it."""
     first, observed = context.rank == 0, []
@@ -62,6 +58,8 @@ def switched(context: RankContext) -> list[object]:
         torch.autograd.set_detect_anomaly(first),
         attention.sdpa_kernel(getattr(attention.SDPBackend, "FLASH_ATTENTION" if first else "MATH")),
         set_checkpoint_early_stop(first),
+        torch.set_grad_enabled(first),
+        torch.autocast("cpu", torch.bfloat16, enabled=not first),
         warnings.catch_warnings(record=True) as warned,
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
@@ -69,6 +67,7 @@ def switched(context: RankContext) -> list[object]:
         torch.set_float32_matmul_precision("high" if first else "highest")
         torch.use_deterministic_algorithms(first)
         torch.set_num_threads(1 + first)
+        torch.set_default_dtype(torch.float64 if first else torch.float32)
         for _ in range(2):
             dist.barrier()
         sys.stdout.write(f"{context.rank}\n")
@@ -77,6 +76,9 @@ def switched(context: RankContext) -> list[object]:
         observed += [torch.is_anomaly_enabled(), torch.backends.cuda.flash_sdp_enabled()]
         observed += [checkpoint._enable_checkpoint_early_stop, torch.get_float32_matmul_precision() == "high"]
         observed += [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads() == 2]
+        linear = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+        observed += [torch.is_grad_enabled(), torch.get_default_dtype() is linear.dtype is torch.float64]
+        observed += [linear.dtype is not torch.bfloat16]
     dist.barrier()
     return [observed, len(warned or ()), printed.getvalue(), torch.is_anomaly_enabled(), len(warnings.filters)]
 
@@ -84,8 +86,8 @@ def switched(context: RankContext) -> list[object]:
 def test_what_is_set_for_a_block_of_code_is_a_ranks_own_and_gone_after_a_run(simulated: SimulatedWorld) -> None:
     for simulated.seed in range(6):
         (*one, count), (*other, _) = simulated.run(switched, ranks=2)
-        assert one == [[True] * 6, 1, "0\n", False]
-        assert other == [[False] * 6, 0, "1\n", False]
+        assert one == [[True] * 9, 1, "0\n", False]
+        assert other == [[False] * 9, 0, "1\n", False]
         assert simulated.run(switched, ranks=1)[0] == [*one, count], "no run leaves any of it"
 
 
@@ -99,13 +101,6 @@ def with_newer_settings(context: RankContext) -> list[str]:
         dist.barrier()
         observed += [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision]
     return observed if context.rank == 0 else [*observed, torch.get_float32_matmul_precision()]
-
-
-def test_torchs_newer_settings_of_products_are_a_ranks_own_too(simulated: SimulatedWorld) -> None:
-    for simulated.seed in range(4):
-        one, other = simulated.run(with_newer_settings, ranks=2)
-        assert one == ["tf32", "bf16"] * 2
-        assert other == ["none", "none"] * 2 + ["highest"]
 
 
 @pytest.fixture
@@ -140,46 +135,32 @@ def test_a_group_of_an_earlier_run_is_refused(emptied: World) -> None:
         emptied.run(uses_what_is_kept, ranks=1)
 
 
-def uneven_shards(context: RankContext) -> list[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, context.ranks // 2))
-    observed = []
-    for length in (3, 5):  # of which some ranks have less than others, or nothing
-        rows = distribute_tensor(torch.arange(3.0 * length).reshape(length, 3), mesh, [Shard(0), Shard(0)])
-        columns = rows.redistribute(mesh, [Shard(0), Shard(1)])
-        whole = columns.redistribute(mesh, [Shard(0), Replicate()])
-        observed += [one.to_local().tolist() for one in (rows, columns, whole)]
-    return observed
-
-
-@pytest.mark.sweep
-@pytest.mark.long
-def test_what_dtensor_remembers_of_a_mesh_is_a_ranks_own(simulated: SimulatedWorld, world: World) -> None:
-    real = world.run(uneven_shards, ranks=4)
-    for simulated.seed in range(2):
-        assert simulated.run(uneven_shards, ranks=4) == real
-
-
-def loss_of_shards(context: RankContext) -> float:
+def loss_of_shards(context: RankContext) -> bool:
+    """A mode of DTensors: whoever leaves it takes away what others still use, if they share it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     mesh = init_device_mesh("cpu", (context.ranks,))
-    scores = distribute_tensor(torch.arange(8.0).reshape(2, 4).requires_grad_(), mesh, [Shard(1)])
+    whole, targets = torch.arange(8.0).reshape(2, 4), torch.tensor([1, 2])
+    scores = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(1)])
     with loss_parallel():
-        loss = torch.nn.functional.cross_entropy(scores, torch.tensor([1, 2]))
+        loss = torch.nn.functional.cross_entropy(scores, targets)
         loss.backward()
-    return float(loss)
+    return float(loss) == pytest.approx(float(torch.nn.functional.cross_entropy(whole, targets)))
 
 
-def test_a_mode_of_dtensors_is_a_ranks_own(simulated: SimulatedWorld) -> None:
-    """Whoever leaves it takes away what others still use, if they share it."""
-    expected = float(torch.nn.functional.cross_entropy(torch.arange(8.0).reshape(2, 4), torch.tensor([1, 2])))
-    for simulated.seed in range(3):
-        assert simulated.run(loss_of_shards, ranks=2) == pytest.approx([expected] * 2)
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (noted_optimizers, [1, 1, 1]),
+        (with_newer_settings, [["tf32", "bf16"] * 2, ["none", "none"] * 2 + ["highest"]]),
+        (loss_of_shards, [True, True]),
+    ],
+)
+def test_what_is_a_ranks_own(job: Any, expected: list[object], simulated: SimulatedWorld) -> None:
+    for simulated.seed in range(4):
+        assert simulated.run(job, ranks=len(expected)) == expected
 
 
 PACKAGE = {
@@ -261,16 +242,21 @@ def imports_late(context: RankContext, name: str) -> None:
     importlib.import_module(name)
 
 
-def test_who_takes_something_of_it_in_the_midst_is_refused(engines: SimulatedWorld, state: Any) -> None:
-    engines.run(starts, state, ranks=1)
-    with pytest.raises(RankFailed, match=r"kept_users.late.Engine is of kept_engine.state, which each simulated rank"):
-        engines.run(imports_late, "kept_users.late", ranks=2)
-
-
-def test_what_replaces_something_of_torchs_in_the_midst_is_refused(engines: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed, match=r"Tensor.of_a_kept_engine is of kept_engine.state, .*: import kept_engine"):
-        engines.run(imports_late, "kept_engine.state", ranks=2)
+@pytest.mark.parametrize(
+    ("before", "name", "said"),
+    [
+        (True, "kept_users.late", r"kept_users.late.Engine is of kept_engine.state, which each simulated rank"),
+        (False, "kept_engine.state", r"Tensor.of_a_kept_engine is of kept_engine.state, .*: import kept_engine"),
+    ],
+)
+def test_imports_in_the_midst_are_refused(
+    before: bool, name: str, said: str, engines: SimulatedWorld, request: Any
+) -> None:
+    if before:
+        engines.run(starts, request.getfixturevalue("state"), ranks=1)
+    with pytest.raises(RankFailed, match=said):
+        engines.run(imports_late, name, ranks=2)
 
 
 def test_without_packages_there_is_nothing_to_swap() -> None:
-    assert OwnModules(()).here() == {}
+    assert OwnModules((), {}).here() == {}

@@ -23,6 +23,7 @@ from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World, open_world
 from tests.support.golden import golden
+from tests.support.works import finish
 
 
 def own_numbers(context: RankContext) -> list[float]:
@@ -41,26 +42,6 @@ def test_random_numbers_are_a_ranks_own(simulated: SimulatedWorld) -> None:
         assert drawn[::2] == [torch.rand(1).item() for _ in range(4)]
     simulated.seed = 1
     assert simulated.run(own_numbers, ranks=3) == first, "who is next changes nothing"
-
-
-def own_modes(context: RankContext) -> list[Any]:
-    observed = []
-    if context.rank == 0:
-        torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(context.rank == 0)
-    with torch.autocast("cpu", torch.bfloat16, enabled=context.rank == 1):
-        for _ in range(3):
-            dist.barrier()
-            linear = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
-            observed.append((torch.is_grad_enabled(), torch.get_default_dtype(), linear.dtype))
-    return observed
-
-
-def test_modes_and_the_default_type_are_a_ranks_own(simulated: SimulatedWorld) -> None:
-    first, second = simulated.run(own_modes, ranks=2)
-    assert first == [(True, torch.float64, torch.float64)] * 3
-    assert second == [(False, torch.float32, torch.bfloat16)] * 3
-    assert simulated.run(own_modes, ranks=1)[0][0][1] is torch.float64, "each run begins anew"
 
 
 def order_of_events(context: RankContext) -> list[int]:
@@ -103,11 +84,6 @@ def test_who_waits_for_each_other_is_told_at_once(simulated: SimulatedWorld) -> 
 def returns_early(context: RankContext) -> None:
     if context.rank:
         dist.barrier()
-
-
-def test_who_has_returned_is_named_where_others_wait_for_it(simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 has returned while others wait for it: rank 1 waits for "):
-        simulated.run(returns_early, ranks=2)
 
 
 def raises(context: RankContext) -> None:
@@ -170,6 +146,7 @@ def profiles(context: RankContext) -> None:
         (asks, 1.0, r"rank 1 .*has had turn after turn, and nothing has moved for 1 s"),
         (goes_on, 0.4, r"still goes on after 2 s, and so does the run"),
         (dies, 1.0, r"exited with status 7"),
+        (returns_early, 30.0, r"rank 0 has returned while others wait for it: rank 1 waits for "),
     ],
 )
 def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(
@@ -189,26 +166,41 @@ def test_where_nobody_knows_which_rank_holds_the_process_none_is_blamed(monkeypa
     assert not any(report.traceback for report in reports)
 
 
-def profiles_alone(context: RankContext) -> int:
+def profiles_alone(context: RankContext) -> bool:
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profile if context.rank == 1 else nullcontext():
         dist.all_reduce(torch.ones(1))
-    return len(profile.events()) if context.rank == 1 else 0
+    return context.rank != 1 or len(profile.events()) > 0
 
 
-def test_one_rank_may_profile(simulated: SimulatedWorld) -> None:
-    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
-        assert simulated.run(profiles_alone, ranks=2)[1] > 0
-
-
-def is_slow(context: RankContext) -> None:
+def is_slow(context: RankContext) -> bool:
     for _ in range(8):
         threading.Event().wait(0.1)
         dist.barrier()
+    return True
 
 
-def test_who_is_slow_but_goes_on_is_no_hang(simulated: SimulatedWorld) -> None:
-    assert simulated.run(is_slow, ranks=1, timeout_s=0.6) == [None]
+def computes_in_a_thread(context: RankContext) -> bool:
+    """What uses no torch.distributed may have threads."""
+    found: Queue[float] = Queue()
+    total = torch.ones(1)
+    work = dist.all_reduce(total, async_op=True)
+    thread = Thread(target=lambda: found.put(float(torch.ones(3).sum())))
+    thread.start()
+    thread.join()
+    finish(work)
+    return found.get() + float(total) == 3.0 + context.ranks
+
+
+@pytest.mark.parametrize("transport", [Transport.UNLIMITED, Transport.PAIR])
+@pytest.mark.parametrize(
+    ("job", "ranks", "bound_s"), [(profiles_alone, 2, 30), (is_slow, 1, 0.6), (computes_in_a_thread, 2, 30)]
+)
+def test_what_one_rank_does_alone_ends(
+    job: Any, ranks: int, bound_s: float, transport: Transport, simulated: SimulatedWorld
+) -> None:
+    simulated.transport = transport
+    assert simulated.run(job, ranks=ranks, timeout_s=bound_s) == [True] * ranks
 
 
 def test_bad_options_are_told() -> None:
@@ -226,11 +218,8 @@ def test_a_torch_that_is_too_old_is_a_sentence(version: str, monkeypatch: pytest
     with pytest.raises(ValueError, match=rf"torch is {re.escape(version)}: simulated ranks want 2.13 or newer"):
         SimulatedWorld()
     World()  # real ranks are as they were
-
-
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"])
-def test_a_newer_torch_is_not_refused(version: str) -> None:
-    assert too_old(version) == ""
+    for newer in ("2.13.0", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"):
+        assert too_old(newer) == ""
 
 
 def waits_in_turn(context: RankContext) -> list[float]:
@@ -279,14 +268,6 @@ def in_a_thread(context: RankContext, waits: str) -> None:
         dist.recv(torch.zeros(1), 0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("waits", ["not", "until it ended", "for ever"])
-def test_threads_that_ranks_start_are_refused_in_a_sentence(waits: str, simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed, match=r"has no torch\.distributed in threads that a rank starts"):
-        simulated.run(in_a_thread, waits, ranks=2, timeout_s=2)
-    assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2, "the next run is sound"
-
-
 def caught(context: RankContext, then: str) -> None:
     """Rank 0 asks for what the simulated world has not, and goes on when it is refused."""
     if context.rank == 0:
@@ -298,26 +279,17 @@ def caught(context: RankContext, then: str) -> None:
         raise RuntimeError("of that")
 
 
-@pytest.mark.parametrize("then", ["ends", "waits", "one waits", "raises"])
-def test_what_was_refused_once_is_what_became_of_the_run(then: str, simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed, match="the simulated world has no") as failure:
-        simulated.run(caught, then, ranks=2, timeout_s=2)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
+        *((in_a_thread, waits) for waits in ("not", "until it ended", "for ever")),
+        *((caught, then) for then in ("ends", "waits", "one waits", "raises")),
+    ],
+)
+def test_what_was_refused_once_becomes_of_the_run(job: Any, how: str, simulated: SimulatedWorld) -> None:
+    lacks = "ProcessGroup.monitored_barrier" if job is caught else "torch.distributed in threads that a rank starts"
+    with pytest.raises(RankFailed, match=f"the simulated world has no {lacks}") as failure:
+        simulated.run(job, how, ranks=2, timeout_s=2)
     assert (failure.value.culprit, failure.value.hang) == (0, False)
     assert simulated.run(waits_in_turn, ranks=2) == [[4.0, 8.0, 12.0]] * 2, "the next run is sound"
-
-
-def computes_in_a_thread(context: RankContext) -> float:
-    """What uses no torch.distributed may have threads."""
-    found: Queue[float] = Queue()
-    total = torch.ones(1)
-    work = dist.all_reduce(total, async_op=True)
-    thread = Thread(target=lambda: found.put(float(torch.ones(3).sum())))
-    thread.start()
-    thread.join()
-    assert work is not None
-    work.wait()
-    return found.get() + float(total)
-
-
-def test_threads_that_only_compute_are_as_they_are(simulated: SimulatedWorld) -> None:
-    assert simulated.run(computes_in_a_thread, ranks=2) == [5.0] * 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +212,15 @@ def one_after_the_other(context: RankContext) -> list[float]:
     return buffer.tolist()
 
 
+def scatters_less(context: RankContext) -> None:
+    parts = [torch.ones(1)] * context.ranks if context.rank == 0 else None
+    dist.scatter(torch.empty(2), parts)
+
+
+def gathers_less(context: RankContext) -> None:
+    dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("job", "kind", "rank", "lines"),
     [
@@ -221,6 +231,8 @@ def one_after_the_other(context: RankContext) -> list[float]:
         (partial(two_in_one, first="broadcast"), "received-twice", 1, ["first posted", "second posted"]),
         (written_unseen, "overwritten-in-flight", 0, ["sent"]),  # what only reads wrote nothing
         (one_after_the_other, "read-before-wait", 1, ["used", "called"]),
+        (scatters_less, "mismatched", 1, ["received"]),
+        (gathers_less, "mismatched", 1, ["received"]),
     ],
 )
 def test_a_race_has_its_kind_its_rank_and_its_lines(
@@ -228,6 +240,7 @@ def test_a_race_has_its_kind_its_rank_and_its_lines(
 ) -> None:
     race = race_of(simulated, job)
     assert (race.kind, race.rank, [what for what, _ in race.lines]) == (kind, rank, lines), str(race)
+    assert {Path(line.file).name for _, line in race.lines} == {Path(__file__).name}
 
 
 def test_nccl_has_the_collectives_of_a_group_one_after_the_other(simulated: SimulatedWorld) -> None:

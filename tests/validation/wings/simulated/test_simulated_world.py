@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _get_default_store as store
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.simulated import SimulatedWorld
-from pipeproof.wings.simulated.engine.guide import Guide
+from pipeproof.wings.simulated.engine.decisions import Guide
 from pipeproof.worlds.rank_report import RankFailed, of_failure
 from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
@@ -45,45 +45,37 @@ def fails(world: SimulatedWorld) -> bool:
 
 
 def test_few_preemptions_are_left(simulated: SimulatedWorld) -> None:
-    seed = next(seed for seed in range(20) if _fails_under(simulated, seed))
+    for simulated.seed in range(20):
+        if fails(simulated):
+            break
     simulated.reduce(lambda: fails(simulated))
     assert isinstance(simulated.seed, Guide)
-    assert len(simulated.seed.preemptions) <= 1, f"seed {seed} is shrunk to {simulated.seed}"
+    assert len(simulated.seed.preemptions) <= 1
     assert fails(simulated)
     simulated.seed = Guide()
     assert not fails(simulated), "in turn it passes: it takes a preemption"
 
 
-def _fails_under(world: SimulatedWorld, seed: int) -> bool:
-    world.seed = seed
-    return fails(world)
-
-
-def test_what_does_not_fail_again_keeps_its_seed(simulated: SimulatedWorld) -> None:
-    simulated.seed = 3
-    simulated.reduce(lambda: False)
-    assert simulated.seed == 3
-
-
-def test_what_fails_in_turn_needs_no_preemption(simulated: SimulatedWorld) -> None:
+@pytest.mark.parametrize(("again", "seed"), [(False, 3), (True, Guide())])
+def test_what_never_or_always_fails(again: bool, seed: int | Guide, simulated: SimulatedWorld) -> None:
     simulated.seed = 3
 
-    def always() -> bool:
+    def run_and_fail() -> bool:
         fails(simulated)
-        return True
+        return again
 
-    simulated.reduce(always)
-    assert simulated.seed == Guide()
+    simulated.reduce(run_and_fail)
+    assert simulated.seed == seed
 
 
 def sums_in_backward(context: RankContext) -> None:
     """Rank 1 comes to the backward once rank 0 has left it."""
-    store, weight = c10d._get_default_store(), torch.ones(1, requires_grad=True)
+    weight = torch.ones(1, requires_grad=True)
     if context.rank:
-        store.wait(["left"])
+        store().wait(["left"])
     (output := weight * 2).register_hook(lambda grad: (dist.all_reduce(grad), grad)[1])
     output.backward()
-    store.set("left", "")
+    store().set("left", "")
 
 
 def test_a_hang_that_may_be_none_where_programs_go_on_says_so(simulated: SimulatedWorld) -> None:
@@ -95,10 +87,6 @@ def test_a_hang_that_may_be_none_where_programs_go_on_says_so(simulated: Simulat
             verdict = of_failure(Verdict("case", "unknown", "none", ()), failure)
             told[simulated.transport] = simulated.complete(verdict).headline
     golden("\n".join(f"{transport.value}: {headline}" for transport, headline in told.items()))
-
-
-def store() -> Any:
-    return c10d._get_default_store()
 
 
 def passes_on_and_tells(context: RankContext) -> None:

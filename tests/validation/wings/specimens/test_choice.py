@@ -5,7 +5,10 @@ import pytest
 from pipeproof.own.case import SCHEDULES
 from pipeproof.own.faults import SpecimenError
 from pipeproof.pipeline.transports import Transport
-from pipeproof.wings.specimens import IN_SIMULATION, MIXED, ON_DEVICES, SPECIMENS, choose, listing, tries_on
+from pipeproof.wings.specimens import IN_SIMULATION, ON_DEVICES, SPECIMENS
+from pipeproof.wings.specimens.choice import choose, tries_on
+from pipeproof.wings.specimens.mixed import MIXED
+from pipeproof.wings.specimens.tables import listing
 from tests.support.golden import golden
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.wings.specimens import try_mixed, validate_mixed
-from pipeproof.wings.specimens.mixed import LAST, MIXED, RIGHT, MixedCase
+from pipeproof.wings.specimens.mixed import LAST, MIXED, RIGHT, MixedCase, try_mixed, validate_mixed
 from pipeproof.wings.specimens.mixed_step import MixedPrecision, MixedStep
 from pipeproof.worlds.world import World
 from tests.support.golden import golden

@@ -9,7 +9,8 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.own.case import Case
 from pipeproof.own.validator import validate
-from pipeproof.wings.specimens import CATALOGUE, MIXED, RIGHT, SPECIMENS, Specimen, SpecimenError, catalogue
+from pipeproof.wings.specimens import CATALOGUE, SPECIMENS, Specimen, SpecimenError, catalogue
+from pipeproof.wings.specimens.mixed import MIXED, RIGHT
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 
@@ -123,7 +124,7 @@ def test_a_file_of_another_encoding_is_said(tmp_path: Path) -> None:
         CATALOGUE.load(file)
 
 
-TABLES = [rows for one in catalogue._TABLES for rows in (one.SPECIMENS, getattr(one, "CONTROLS", {}))]
+TABLES = [one.PLANTS for one in catalogue._TABLES]
 
 
 def test_each_name_is_in_one_table_and_once_in_the_file() -> None:

@@ -2,17 +2,9 @@
 
 from dataclasses import replace
 
-from pipeproof.wings.specimens import (
-    IN_SIMULATION_COLUMNS,
-    SPECIMENS,
-    Named,
-    confusion,
-    counts,
-    line,
-    listing,
-    pairs_of,
-    totals,
-)
+from pipeproof.wings.specimens import SPECIMENS
+from pipeproof.wings.specimens.tables import IN_SIMULATION_COLUMNS, confusion, counts, line, listing, pairs_of, totals
+from pipeproof.wings.specimens.trial import Named
 from tests.support.golden import golden
 from tests.validation.wings.specimens.test_trial import RIGHT, TRIAL
 

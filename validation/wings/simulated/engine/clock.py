@@ -86,29 +86,27 @@ def _reading(name: str, begin_s: float) -> Callable[[], Any]:
     return read
 
 
-def _sleeping() -> Callable[[float], None]:
-    real = time.sleep
+_sleep_really = time.sleep
 
-    def sleep(secs: float, /) -> None:
-        try:
-            can = bool(0 <= secs <= threading.TIMEOUT_MAX)
-        except TypeError:
-            can = False
-        if _own.clock is None or not can:
-            real(secs)  # raises the proper error
-            return
-        _own.clock.sleep(float(secs))
-        assert _own.pause is not None, "who has a clock has a turn to give up"
-        _own.pause()
 
-    return sleep
+def _sleep(secs: float, /) -> None:
+    try:
+        can = bool(0 <= secs <= threading.TIMEOUT_MAX)
+    except TypeError:
+        can = False
+    if _own.clock is None or not can:
+        _sleep_really(secs)  # raises the proper error
+        return
+    _own.clock.sleep(float(secs))
+    assert _own.pause is not None, "who has a clock has a turn to give up"
+    _own.pause()
 
 
 _INSTEAD: dict[str, Any] = {
     name: _reading(name, _EPOCH_S if name.startswith("time") else 0.0)
     for one in ("time", "monotonic", "perf_counter")
     for name in (one, f"{one}_ns")
-} | {"sleep": _sleeping()}
+} | {"sleep": _sleep}
 
 
 def virtual_time() -> AbstractContextManager[object]:

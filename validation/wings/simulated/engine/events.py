@@ -3,47 +3,31 @@
 An event is one actor's step between two decisions: a rank until its next call of the network, or a message's move.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
 
 Message = tuple[int, int]  # what the k-th call of a rank into the network gives or wants: rank and k
 Actor = int | Message  # a rank, or a message that moves
-
-
-class Touch(NamedTuple):
-    """A thing that several actors touch: a buffer in flight, the state of a work, a key of the store."""
-
-    thing: Hashable
-    changes: bool
 
 
 @dataclass(frozen=True)
 class Event:
     """An event. ``able``: all actors that could go on. ``rivals``: actors that could have taken its effect.
 
-    ``after``: events that made it possible.
+    ``after``: events that made it possible. ``touches``: things that several actors touch, such as a buffer in flight,
+    the state of a work, a key of the store, and whether it changed them.
     """
 
     actor: Actor
     able: tuple[Actor, ...]
     after: set[int] = field(default_factory=set)
-    touches: set[Touch] = field(default_factory=set)
+    touches: dict[Hashable, bool] = field(default_factory=dict)
     rivals: set[Actor] = field(default_factory=set)
 
     def meets(self, other: "Event") -> bool:
         """True if the order of two events matters, apart from one enabling the other."""
-        changed = {one.thing for one in self.touches if one.changes}
-        touched = {one.thing for one in self.touches}
-        return any(two.thing in (touched if two.changes else changed) for two in other.touches)
-
-
-class Held(Protocol):
-    """Tensors in flight. ``contents``: the current ones; ``differs``: whether these changed."""
-
-    @property
-    def contents(self) -> Sequence[Any]: ...
-    def differs(self, contents: Sequence[Any]) -> bool: ...
+        both = self.touches.keys() & other.touches.keys()
+        return any(self.touches[thing] or other.touches[thing] for thing in both)
 
 
 class History:
@@ -53,7 +37,7 @@ class History:
         self.kept = kept
         self.events: list[Event] = []
         self._joined: set[Actor] = set()
-        self._given: dict[Actor, dict[Message, tuple[Held, Sequence[Any]]]] = {}
+        self._given: dict[Actor, dict[Message, Callable[[], bool]]] = {}
 
     @property
     def now(self) -> int:
@@ -70,10 +54,9 @@ class History:
         if not self.events:
             return
         actor = self.events[-1].actor
-        for message, (held, observed) in [*self._given.get(actor, {}).items()]:
-            if held.differs(observed):
+        for message, written in self._given.get(actor, {}).items():
+            if written():
                 self.touch(("buffer", message), changes=True)
-                self.gives(message, held)
 
     def joins(self, rank: int) -> None:
         """Count this rank's touches from now on; the ranks' rendezvous in torch ends alike in any order."""
@@ -82,7 +65,8 @@ class History:
     def touch(self, thing: Hashable, *, changes: bool) -> None:
         """Note a touch by the current event."""
         if self.events and not (isinstance(actor := self.events[-1].actor, int) and actor not in self._joined):
-            self.events[-1].touches.add(Touch(thing, changes))
+            touches = self.events[-1].touches
+            touches[thing] = changes or touches.get(thing, False)
 
     def note_need(self, event: int) -> None:
         """Note an earlier event as necessary for the current one."""
@@ -94,10 +78,10 @@ class History:
         if self.kept:
             self.events[-1].rivals.add(actor)
 
-    def gives(self, message: Message, held: Held) -> None:
-        """Watch writes of the rank to these tensors from now on."""
+    def gives(self, message: Message, written: Callable[[], bool]) -> None:
+        """Watch writes of the rank from now on to what it gives: whether there are any since it was last asked."""
         if self.kept:
-            self._given.setdefault(message[0], {})[message] = held, held.contents
+            self._given.setdefault(message[0], {})[message] = written
 
     def takes_back(self, message: Message) -> None:
         """Stop watching: the rank knows that the message has left."""

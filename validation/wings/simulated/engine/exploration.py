@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.pipeline.sizes import some
+from pipeproof.wings.simulated.engine.decisions import Guide, preemptions
 from pipeproof.wings.simulated.engine.events import Actor, Event
-from pipeproof.wings.simulated.engine.guide import Guide, preemptions
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,14 @@ class Exploration:
         while guide is not None and self.ran < self.most and not self.astray:
             yield guide
             guide = self._following()
-        known = not self.astray
-        self.complete = guide is None and known
-        self.more = guide is not None and known
+        self.complete = guide is None and not self.astray
+        self.more = guide is not None and not self.astray
 
     def learn(self, course: Course | None) -> None:
         """Learn the course of the last requested run; None: unknown, because it did not end."""
         self.ran += 1
-        self.astray = course is None or course.astray
         if course is None or course.astray:
+            self.astray = True
             return
         self.found += not course.redundant
         known = len(self._nodes)

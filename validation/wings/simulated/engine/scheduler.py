@@ -1,15 +1,13 @@
 """The scheduler: ranks are threads, one with the turn; an adversary chooses the next rank or message."""
 
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import ClassVar, NoReturn, Protocol
 
-from pipeproof.wings.simulated.engine.adversaries import Adversary
 from pipeproof.wings.simulated.engine.clock import Clock
+from pipeproof.wings.simulated.engine.decisions import Choose
 from pipeproof.wings.simulated.engine.events import Actor, History, Message
 from pipeproof.worlds.rank_report import Race
 from pipeproof.worlds.timeout import END_S, LOOK_S
@@ -72,43 +70,38 @@ class Seat:
     rank: int
     state: State
     clock: Clock
-    thread: threading.Thread | None = None
+    thread: threading.Thread
     turn: threading.Lock = field(default_factory=threading.Lock)
     wait: Callable[[], Wait] | None = None
     for_device: bool = False
     by_device: bool = False
     ended: bool = False
 
-    @property
-    def frame(self) -> FrameType | None:
-        """Innermost frame of its stack."""
-        ident = None if self.thread is None else self.thread.ident
-        return None if ident is None else sys._current_frames().get(ident)
-
 
 class Scheduler:
     """Turns of a run. The thread that yields its turn decides the next: no other thread is needed.
 
-    ``stuck`` is called once, when no rank can go on. ``history`` records all events.
+    ``moves``: messages that may move, and how; each is called once. ``stuck`` is called once, when no rank can go on.
+    ``history`` records all events.
     """
 
     def __init__(
         self,
         seats: Sequence[Seat],
-        adversary: Adversary,
+        choose: Choose,
         *,
         stuck: Callable[[], None],
         history: History,
     ) -> None:
         self.seats = seats
         self.history = history
-        self._adversary = adversary
+        self._choose = choose
         self.over = False
         self.turns = self.steps = 0  # how often a rank came back, and how often that, or a message, moved the run on
         self.strangers = False  # true after a call by a foreign thread
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
-        self._moves: dict[Actor, Callable[[], None]] = {}
+        self.moves: dict[Actor, Callable[[], None]] = {}
         self._calls: Counter[int] = Counter()
         self._asked: defaultdict[int, Counter[Hashable]] = defaultdict(Counter)
         self._spinning: set[int] = set()
@@ -171,11 +164,6 @@ class Scheduler:
         if (found := self._races.get(self.running)) is not None:
             raise found
 
-    @property
-    def ended(self) -> int:
-        """Number of ranks at their end."""
-        return sum(seat.ended for seat in self.seats)
-
     def call(self) -> Message:
         """Name of the running rank's current network call."""
         self._refuse_strangers()
@@ -184,25 +172,16 @@ class Scheduler:
         self._asked.pop(self.running, None)
         return self.running, self._calls[self.running] - 1
 
-    def offer(self, message: Actor, move: Callable[[], None]) -> None:
-        """Let ``message`` move from now on; the decider calls ``move`` once."""
-        self._moves[message] = move
-
-    def withdraw(self, message: Actor) -> None:
-        """Withdraw a message's offer to move."""
-        self._moves.pop(message, None)
-
     def begin(self) -> None:
         """Give somebody the first turn; to be called once all threads wait for theirs."""
-        following = self._following()
-        assert following is not None, "somebody is ready at the start"
-        self._give(following)
+        self._give(self._following())
 
     def await_turn(self, rank: int) -> None:
-        """Wait for the first turn of a rank's thread."""
-        self.seats[rank].turn.acquire()
-        self.seats[rank].state.take()
-        self.seats[rank].clock.start()
+        """Wait for a turn in a rank's thread."""
+        seat = self.seats[rank]
+        seat.turn.acquire()
+        seat.state.take()
+        seat.clock.start()
 
     def pause(self) -> None:
         """Yield to any rank."""
@@ -234,12 +213,7 @@ class Scheduler:
         if seat.rank in self._ready:
             self._ready.remove(seat.rank)
         seat.state.leave()
-        following = self._following()
-        if following is None:
-            self._running = None
-            self.done.set()
-        else:
-            self._give(following)
+        self._give(self._following())
 
     def _refuse_strangers(self) -> None:
         """Raise if a thread without the turn calls; from then on, raise in every rank."""
@@ -253,49 +227,44 @@ class Scheduler:
         self.turns += 1
         seat = self.seats[rank]
         seat.clock.stop()
-        following = self._following()
-        assert following is not None, "one that has not ended can always be next, if only to give up"
-        if following != rank:
+        if (following := self._following()) == rank:
+            seat.clock.start()
+        else:
             seat.state.leave()
             self._give(following)
-            seat.turn.acquire()
-            seat.state.take()
-        seat.clock.start()
+            self.await_turn(rank)
         if self.over:
             raise Over
 
-    def _give(self, rank: int) -> None:
+    def _give(self, rank: int | None) -> None:
+        """Give the turn to a rank; none: all have ended."""
         self._running = rank
-        self.seats[rank].turn.release()
+        if rank is None:
+            self.done.set()
+        else:
+            self.seats[rank].turn.release()
 
     def _following(self) -> int | None:
         """Choose the next rank; None after all ended."""
         while not self.over:
             self.history.end()
-            if not self._ready and not self._moves and self._spinning:
+            if not self._ready and not self.moves:
                 self._ready += sorted(self._spinning)
                 self._spinning.clear()
-            if not self._ready and not self._moves:
+            if not (able := [*self._ready, *self.moves]):
                 if all(seat.ended for seat in self.seats):
                     return None
                 self.seats[self.running].state.leave()  # then its wait is described like the others'
                 self._stuck()
                 self.over = True
                 break
-            if (rank := self._decide()) is not None:
-                return rank
+            chosen = self._choose(able)
+            self.history.begin(chosen, able)
+            if isinstance(chosen, int):
+                return chosen
+            self.steps += 1  # even without a touch
+            self.moves.pop(chosen)()
         return next((seat.rank for seat in self.seats if not seat.ended), None)
-
-    def _decide(self) -> int | None:
-        """Decide the next step; returns the rank, or None after moving a message."""
-        able = [*self._ready, *self._moves]
-        chosen = self._adversary.choose(able)
-        self.history.begin(chosen, able)
-        if isinstance(chosen, int):
-            return chosen
-        self.steps += 1  # even without a touch
-        self._moves.pop(chosen)()
-        return None
 
 
 WHOLE = 5  # times the bound of one that stands still: a slow machine is no hang, and what never ends is cut

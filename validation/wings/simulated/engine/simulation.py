@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeproof.pipeline.sizes import MOST_SEED
 from pipeproof.pipeline.transports import RULES, Transport
-from pipeproof.wings.simulated.engine.adversaries import name_of
-from pipeproof.wings.simulated.engine.guide import Guide
+from pipeproof.wings.simulated.engine.decisions import Guide, name_of
 from pipeproof.worlds.kinds import SIMULATED
 
 if TYPE_CHECKING:
@@ -33,23 +32,6 @@ class Timing:
 
 
 SLEEP_ALONE = Timing()
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How runs go: by a seed or a guide for all that is left open, over a transport.
-
-    ``timing``: what takes time besides sleep. ``noted``: keep the course. ``own_modules``: packages that each rank is
-    to import anew. ``room``: how many bytes the transport keeps of what one rank sends to another, where messages keep
-    their order.
-    """
-
-    interleaving: int | Guide = 0
-    transport: Transport = Transport.UNLIMITED
-    timing: Timing = SLEEP_ALONE
-    noted: bool = False
-    own_modules: tuple[str, ...] = ()
-    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,8 +108,7 @@ class Decisions:
         ending = [one for one in self.transports if case.runtime == OWN or not RULES[one].blocking]
         rooms = st.sampled_from(_ROOMS) if len(self.transports) > 1 else st.just(self.like.room)
 
-        def decide(drawn: tuple[Transport, int | Guide, int]) -> Simulation:
-            transport, first, room = drawn
+        def decide(transport: Transport, first: int | Guide, room: int) -> Simulation:
             return replace(self.like, transport=transport, first=first, room=0 if RULES[transport].by_name else room)
 
-        return st.tuples(st.sampled_from(ending), seeds, rooms).map(decide)
+        return st.builds(decide, st.sampled_from(ending), seeds, rooms)

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from pipeproof.own.faults import Plant
 from pipeproof.pipeline.step import Parts
-from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.specimens.families.by_hand import (
-    control,
     gradients_on,
-    hung,
     plant_beside,
-    race_fault,
-    row,
     scale_gradients,
     where_simulated,
 )
@@ -29,11 +24,8 @@ from pipeproof.wings.specimens.planting import (
     gradients_of,
     on_stages,
     on_work,
-    second,
 )
-from pipeproof.wings.specimens.specimen import Entry, Fault, Specimen
-
-_GLOO = Transport.UNLIMITED
+from pipeproof.wings.specimens.specimen import Entry
 
 
 def _is_last(parts: Parts) -> bool:
@@ -160,11 +152,8 @@ def _behind_backward(microbatch: int) -> Plant:
             if call.microbatch == microbatch:
                 replicas.reduce(gradients_of(call.stage.module))
 
-        def reduce(parts: Parts) -> None:
-            replicas.wait()
-            parts.gradients.reduce_tied()
-
-        return both(on_stages(Changes(adding=adding), first), on_work(reduce=reduce))(parts)
+        work = on_work(before=lambda parts: replicas.wait())
+        return both(on_stages(Changes(adding=adding), first), work)(parts)
 
     return where_simulated(plant)
 
@@ -175,14 +164,13 @@ def _before_stepping(*, waits: bool) -> Plant:
     def plant(parts: Parts) -> Parts:
         replicas = _Replicas(parts)
 
-        def scale(factor: float, parts: Parts) -> None:
-            parts.gradients.scale(factor)
+        def reduce(parts: Parts) -> None:
             if replicas.rank == 1:
                 replicas.reduce(gradients_on(parts))
             if waits:
                 replicas.wait()
 
-        return on_work(scale=scale)(parts)
+        return on_work(clipped=reduce)(parts)
 
     return where_simulated(plant)
 
@@ -227,43 +215,34 @@ def _step(store: Any, rank: int, step: int, *, key: str) -> float:
     return float(store.get(key.format(step))) / step
 
 
-_ALIKE = Fault("desynchronised", "desynchronised")
-_EARLY = race_fault("read-before-wait", second)
-_SCALED = Fault("scale", "gradient", stage=second)
-_ADDED = race_fault("overwritten-in-flight", first)
-_HALVED = Fault("scale", "gradient", stage=first, factor=lambda case: 0.5)
-_TWICE = ("train", "train")
-
-SPECIMENS: Mapping[str, Specimen] = {
-    "reduced-on-one-rank": row(_ALIKE, plant_beside(_reduce_by_one)),
-    "barrier-of-some": row(hung(), plant_beside(_barrier_of_some)),
-    "reduced-in-own-sizes": row(_ALIKE, plant_beside(_reduce, own=True)),
-    "reduced-in-own-order": row(_ALIKE, plant_beside(_log, own=True)),
-    "broadcast-from-itself": row(_ALIKE, plant_beside(_broadcast_loss, own=True)),
-    "reduced-in-another-group": row(hung(), plant_beside(_in_a_group, own=True)),
-    "group-made-by-members": row(hung(), plant_beside(_group_made, by_all=False)),
-    "reduced-before-received": row(_EARLY, plant_beside(_receive, waits_first=False)),
-    "reduction-let-go": row(race_fault("never-waited", second), plant_beside(_let_go)),
-    "broadcast-used-early": row(_EARLY, plant_beside(_broadcast_factor, early=True)),
-    "norm-read-before-reduced": row(race_fault("read-before-wait", first), _norm(waits=False)),
-    "added-while-reduced": row(_ADDED, _behind_backward(1), schedule="gpipe", microbatches=2),
-    "stepped-while-reduced": row(_EARLY, _before_stepping(waits=False)),
-    "key-asked-for-once": row(_SCALED, _by_key(_scale, waits=False), _GLOO),
-    "counter-read-early": row(_HALVED, _by_key(_count, early=True), _GLOO),
-    "key-of-the-step-before": row(_SCALED, _by_key(_step, key="step"), _GLOO, plan=_TWICE),
-}
-CONTROLS: Mapping[str, Entry] = {
-    "reduced-in-the-same-sizes": control(plant_beside(_reduce, own=False)),
-    "reduced-in-one-order": control(plant_beside(_log, own=False)),
-    "broadcast-from-the-last": control(plant_beside(_broadcast_loss, own=False)),
-    "reduced-in-one-group": control(plant_beside(_in_a_group, own=False)),
-    "group-made-by-all": control(plant_beside(_group_made, by_all=True)),
-    "reduced-once-received": control(plant_beside(_receive, waits_first=True)),
-    "broadcast-used-in-time": control(plant_beside(_broadcast_factor, early=False)),
-    "norm-read-once-reduced": control(_norm(waits=True)),
-    "added-before-reduced": control(_behind_backward(0), schedule="gpipe", microbatches=2),
-    "stepped-once-reduced": control(_before_stepping(waits=True)),
-    "key-waited-for": control(_by_key(_scale, waits=True), _GLOO),
-    "counter-read-behind-a-barrier": control(_by_key(_count, early=False), _GLOO),
-    "key-of-this-step": control(_by_key(_step, key="step {}"), _GLOO, plan=_TWICE),
+PLANTS: Mapping[str, Plant | Entry] = {
+    "reduced-on-one-rank": plant_beside(_reduce_by_one),
+    "barrier-of-some": plant_beside(_barrier_of_some),
+    "reduced-in-own-sizes": plant_beside(_reduce, own=True),
+    "reduced-in-own-order": plant_beside(_log, own=True),
+    "broadcast-from-itself": plant_beside(_broadcast_loss, own=True),
+    "reduced-in-another-group": plant_beside(_in_a_group, own=True),
+    "group-made-by-members": plant_beside(_group_made, by_all=False),
+    "reduced-before-received": plant_beside(_receive, waits_first=False),
+    "reduction-let-go": plant_beside(_let_go),
+    "broadcast-used-early": plant_beside(_broadcast_factor, early=True),
+    "norm-read-before-reduced": _norm(waits=False),
+    "added-while-reduced": _behind_backward(1),
+    "stepped-while-reduced": _before_stepping(waits=False),
+    "key-asked-for-once": _by_key(_scale, waits=False),
+    "counter-read-early": _by_key(_count, early=True),
+    "key-of-the-step-before": _by_key(_step, key="step"),
+    "reduced-in-the-same-sizes": plant_beside(_reduce, own=False),
+    "reduced-in-one-order": plant_beside(_log, own=False),
+    "broadcast-from-the-last": plant_beside(_broadcast_loss, own=False),
+    "reduced-in-one-group": plant_beside(_in_a_group, own=False),
+    "group-made-by-all": plant_beside(_group_made, by_all=True),
+    "reduced-once-received": plant_beside(_receive, waits_first=True),
+    "broadcast-used-in-time": plant_beside(_broadcast_factor, early=False),
+    "norm-read-once-reduced": _norm(waits=True),
+    "added-before-reduced": _behind_backward(0),
+    "stepped-once-reduced": _before_stepping(waits=True),
+    "key-waited-for": _by_key(_scale, waits=True),
+    "counter-read-behind-a-barrier": _by_key(_count, early=False),
+    "key-of-this-step": _by_key(_step, key="step {}"),
 }

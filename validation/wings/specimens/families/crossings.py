@@ -1,47 +1,38 @@
 """Messages that meet in a wrong order, or wait for each other, on ordered transports."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeproof.own.faults import Plant
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.step import Parts
 from pipeproof.pipeline.transport import Message, Transport
-from pipeproof.pipeline.transports import Transport as Transports
 from pipeproof.wings.specimens.families.by_hand import (
     RECEIVED,
     SENT,
     ByHand,
     by_hand,
-    control,
-    hung,
     plant_beside,
-    race_fault,
-    row,
     scale_gradients,
 )
-from pipeproof.wings.specimens.planting import To, second
-from pipeproof.wings.specimens.specimen import Entry, Fault, Specimen
+from pipeproof.wings.specimens.planting import To
+from pipeproof.wings.specimens.specimen import Entry
 
-_GLOO, _NCCL, _BUFFERED = Transports.UNLIMITED, Transports.PAIR, Transports.BUFFERED
 _APART = 10**6  # far from the schedule's tags
 _BOTH_WAYS: tuple[tuple[To, ...], tuple[To, ...]] = (SENT, To(Kind.SEND_B, 1)), (RECEIVED, To(Kind.RECV_B, 0))
 
 
-class _NewestFirst(ByHand):
-    """Posts the receives of two messages, the second one's first, and trusts in tags."""
-
-    def posts(self, message: Message, nbytes: int) -> None:
-        action = message.name
-        if not isinstance(action, Action) or action.microbatch != 0:
-            return
+def _newest_first(own: ByHand, message: Message, nbytes: int) -> None:
+    """Post the receives of two messages, the second one's first, and trust in tags."""
+    action = message.name
+    if isinstance(action, Action) and action.microbatch == 0:
         later = message._replace(name=action._replace(microbatch=1), tag=message.tag + 3 * 2)
-        super().posts(later, nbytes)
-        super().posts(message, nbytes)
+        ByHand.posts(own, later, nbytes)
+        ByHand.posts(own, message, nbytes)
 
 
 class _WithNotes(ByHand):
@@ -156,26 +147,21 @@ def _factors(parts: Parts, *, by_sender: bool) -> None:
     scale_gradients(parts, (answer / own).item())
 
 
-_row, _control = partial(row, schedule="gpipe"), partial(control, schedule="gpipe")
-_CROSSED = Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=("swapped-activations",))
-
-SPECIMENS: Mapping[str, Specimen] = {
-    "matched-by-order": _row(_CROSSED, by_hand(_NewestFirst), _NCCL, microbatches=2),
-    "two-streams-of-messages": _row(race_fault("mismatched", second), by_hand(_WithNotes), _NCCL),
-    "received-ahead-of-its-cause": _row(hung(), by_hand(_Ahead), _NCCL),
-    "sends-wait-at-once": row(hung(), by_hand(_Blocking), schedule="1f1b", microbatches=2),
-    "received-after-the-barrier": _row(hung(), by_hand(_AndBarrier)),
-    "both-send-first": _row(hung(), plant_beside(_exchange)),
-    "any-source-by-rank": _row(Fault("scale", "gradient"), plant_beside(_factors, by_sender=False), _GLOO, ranks=3),
-}
-CONTROLS: Mapping[str, Entry] = {
-    "newest-first-by-tag": _control(by_hand(_NewestFirst), _GLOO, _BUFFERED, microbatches=2),
-    "notes-first": _control(by_hand(_WithNotes, note_first=True), microbatches=2),
-    "received-ahead-by-tag": _control(by_hand(_Ahead), _GLOO, _BUFFERED, Transports.DIRECTED),
-    "received-behind-its-cause": _control(by_hand(_Ahead, ahead=False)),
-    "sends-wait-in-gpipe": _control(by_hand(_Blocking), microbatches=2),
-    "received-before-the-barrier": _control(by_hand(_AndBarrier, barrier_last=True)),
-    "exchanged-in-turn": _control(plant_beside(_exchange, first=0)),
-    "exchanged-in-a-batch": _control(plant_beside(_exchange_in_a_batch)),
-    "any-source-by-sender": _control(plant_beside(_factors, by_sender=True), _GLOO, ranks=3),
+PLANTS: Mapping[str, Plant | Entry] = {
+    "matched-by-order": by_hand(posts=_newest_first),
+    "two-streams-of-messages": by_hand(_WithNotes),
+    "received-ahead-of-its-cause": by_hand(_Ahead),
+    "sends-wait-at-once": by_hand(_Blocking),
+    "received-after-the-barrier": by_hand(_AndBarrier),
+    "both-send-first": plant_beside(_exchange),
+    "any-source-by-rank": plant_beside(_factors, by_sender=False),
+    "newest-first-by-tag": by_hand(posts=_newest_first),
+    "notes-first": by_hand(_WithNotes, note_first=True),
+    "received-ahead-by-tag": by_hand(_Ahead),
+    "received-behind-its-cause": by_hand(_Ahead, ahead=False),
+    "sends-wait-in-gpipe": by_hand(_Blocking),
+    "received-before-the-barrier": by_hand(_AndBarrier, barrier_last=True),
+    "exchanged-in-turn": plant_beside(_exchange, first=0),
+    "exchanged-in-a-batch": plant_beside(_exchange_in_a_batch),
+    "any-source-by-sender": plant_beside(_factors, by_sender=True),
 }

@@ -6,7 +6,6 @@ Most are races: a fast device may hide them. Nothing is planted on CPU ranks.
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from pipeproof.wings.specimens.planting import (
     Call,
     Changes,
     To,
+    both,
     last,
     middle,
     on_each,
@@ -34,17 +34,11 @@ from pipeproof.wings.specimens.planting import (
     on_work,
     second,
 )
-from pipeproof.wings.specimens.specimen import Entry, Fault, Needs, Specimen, control, row
+from pipeproof.wings.specimens.specimen import Entry
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import CPU
 
 _SENT, _RECEIVED = To(Kind.SEND_F, 0), To(Kind.RECV_F, 1)
-_ALONE = Needs(device=True, models=("mlp",))
-_ACROSS = Needs(device=True, ranks=2, models=("mlp",))
-_TWO = replace(_ACROSS, microbatches=2)
-# The first message's place holds the second.
-_NEXT = Fault("wrong-message", "loss", stage=second, microbatches=(0,), alike=("swapped-activations", "swapped-data"))
-_CRASH = Fault("crash", "crash", stage=second)
 
 
 def _device_of(parts: Parts) -> torch.device:
@@ -62,36 +56,35 @@ def _early(tensor: Tensor) -> Tensor:
     return tensor.detach().to(CPU, non_blocking=True)
 
 
-class _OnDevice(AroundTransport):
-    """A transport beside a device, which holds sent and received tensors."""
+def _send(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Change the first stage's sent tensors."""
+
+    class Sending(AroundTransport):
+        def send(self, message: Message, buffer: Tensor) -> None:
+            self.inner.send(message, change(buffer) if message in _SENT else buffer)
+
+    return _on_device(on_transport(lambda inner, schedule: Sending(inner)))
+
+
+def _read_by_address(buffer: Tensor) -> Tensor:
+    """Read a tensor from the host at its device address."""
+    content = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    """Return a copy that has reached the host."""
+    copy = _early(buffer)
+    torch.accelerator.current_stream(buffer.device).record_event().synchronize()
+    return copy
+
+
+class _Received(AroundTransport):
+    """Receive into pinned memory, then copy to the device. Subclasses add a fault."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner)
         self._device = device
-
-
-class _SentEarly(_OnDevice):
-    """Send a message before its copy reaches the host."""
-
-    def send(self, message: Message, buffer: Tensor) -> None:
-        self.inner.send(message, _early(buffer) if message in _SENT else buffer)
-
-
-class _SentByAddress(_OnDevice):
-    """Read a sent tensor from the host at its device address."""
-
-    def send(self, message: Message, buffer: Tensor) -> None:
-        if message in _SENT:
-            content = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
-            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.inner.send(message, buffer)
-
-
-class _Received(_OnDevice):
-    """Receive into pinned memory, then copy to the device. Subclasses add a fault."""
-
-    def __init__(self, inner: Transport, device: torch.device) -> None:
-        super().__init__(inner, device)
         self._side, self._apart = torch.Stream(device), torch.Stream(device)
         self._pinned: Tensor | None = None
         self._there: Tensor | None = None
@@ -143,19 +136,12 @@ class _OneBuffer(_Received):
 
 
 class _Waiting(_OneBuffer):
-    """Correct version: every buffer is waited for before reuse, and sent tensors have reached the host."""
+    """Correct version: every buffer is waited for before reuse."""
 
     waits = True
 
-    def send(self, message: Message, buffer: Tensor) -> None:
-        if message in _SENT:
-            there, buffer = buffer, _early(buffer)
-            copied = torch.accelerator.current_stream(there.device).record_event()
-            copied.synchronize()
-        self.inner.send(message, buffer)
 
-
-def _transport(wrap: Callable[[Transport, torch.device], Transport]) -> Plant:
+def _transport(wrap: type[_Received]) -> Plant:
     return _on_device(lambda parts: on_transport(lambda inner, schedule: wrap(inner, _device_of(parts)))(parts))
 
 
@@ -197,38 +183,21 @@ def _read_early(numbers: list[float], parts: Parts) -> list[float]:
     return numbers if there.device.type == CPU else _early(there + 0).tolist()
 
 
-# The next message overwrites an unread one.
-_overtaken = partial(row, _NEXT, needs=_TWO, schedule="gpipe")
-
-SPECIMENS: Mapping[str, Specimen] = {
-    "sent-before-copied": row(Fault("not-finite", "loss", stage=second), _transport(_SentEarly), _ACROSS),
-    "pinned-buffer-overwritten": _overtaken(_transport(_OnePinned)),
-    "device-buffer-reused": _overtaken(_transport(_OneBuffer)),
-    "side-stream-not-waited-for": row(Fault("not-finite", "loss", stage=second), _change_input(_on_the_side), _ACROSS),
-    "gradient-offloaded-early": row(
-        Fault("not-finite", "gradient", stage=last),
-        _on_device(on_gradients(on_each(lambda gradient: gradient.copy_(_early(gradient) / 2 * 2)), last)),
-        _ALONE,
+PLANTS: Mapping[str, Plant | Entry] = {
+    "sent-before-copied": _send(_early),
+    "pinned-buffer-overwritten": _transport(_OnePinned),
+    "device-buffer-reused": _transport(_OneBuffer),
+    "side-stream-not-waited-for": _change_input(_on_the_side),
+    "gradient-offloaded-early": _on_device(
+        on_gradients(on_each(lambda gradient: gradient.copy_(_early(gradient) / 2 * 2)), last)
     ),
-    "norm-read-early": row(
-        Fault("norm", "grad-norm", alike=("not-finite",)), _on_device(on_work(squares=_read_early)), _ALONE
+    "norm-read-early": _on_device(on_work(squares=_read_early)),
+    "loss-logged-early": Entry(
+        drive=on_steps(reported=lambda result, parts: replace(result, loss=_read_early([result.loss], parts)[0]))
     ),
-    "loss-logged-early": row(
-        Fault("report", "loss", alike=("not-finite",)),
-        drive=on_steps(reported=lambda result, parts: replace(result, loss=_read_early([result.loss], parts)[0])),
-        needs=_ALONE,
-    ),
-    "numbers-of-the-device": row(
-        Fault("randomness", "loss", stage=middle, alike=("computation",)),
-        _on_device(on_modules(with_forward(DropoutBlock, _draw_on_device), middle)),
-        Needs(device=True, models=("dropout",)),
-    ),
-    "other-device": row(_CRASH, _change_input(_next_device), _ACROSS),
-    "left-on-the-host": row(_CRASH, _change_input(Tensor.cpu), _ACROSS),
-    "device-read-by-the-host": row(
-        Fault("crash", "crash", stage=lambda n_stages: 0), _transport(_SentByAddress), _ACROSS
-    ),
-}
-CONTROLS: Mapping[str, Entry] = {
-    "device-copies-waited-for": control(_transport(_Waiting), _TWO, schedule="gpipe"),
+    "numbers-of-the-device": _on_device(on_modules(with_forward(DropoutBlock, _draw_on_device), middle)),
+    "other-device": _change_input(_next_device),
+    "left-on-the-host": _change_input(Tensor.cpu),
+    "device-read-by-the-host": _send(_read_by_address),
+    "device-copies-waited-for": both(_transport(_Waiting), _send(_copy)),
 }

@@ -1,4 +1,7 @@
-"""Faults of messages: exchanged, early, old, damaged or lost; and of memory still in use."""
+"""Faults of messages: exchanged, early, old, damaged or lost; and of memory still in use.
+
+Most need a model of which one fp32 tensor crosses a boundary.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -19,7 +22,6 @@ from pipeproof.wings.specimens.planting import (
     Call,
     Changes,
     To,
-    first,
     middle,
     on_arrival,
     on_stages,
@@ -27,14 +29,10 @@ from pipeproof.wings.specimens.planting import (
     round_through,
     second,
 )
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
+from pipeproof.wings.specimens.specimen import Entry, Needs
 
 _ACTIVATIONS, _ACTIVATION = To(Kind.RECV_F, 1), To(Kind.RECV_F, 1, (0,))
 _PAIR_FORWARD, _PAIR_BACKWARD = To(Kind.RECV_F, 1, (0, 1)), To(Kind.RECV_B, 0, (0, 1))
-_ACTIVATIONS_OR_DATA = ("swapped-activations", "swapped-data")
-_PLAIN = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm")  # one fp32 tensor crosses a boundary
-_ACROSS = Needs(ranks=2, models=_PLAIN)
-_TWO_ACROSS = Needs(ranks=2, microbatches=2, one_size=True)
 
 
 def _repeat(arrived: Tensor, message: Arrived) -> Tensor:
@@ -124,15 +122,12 @@ def _crossing(kind: Kind, stage: int) -> Needs:
         waits = hangs(exchange(lower(case.built), one, other))
         return "needs both messages under way at once" if waits else ""
 
-    return Needs(ranks=2, microbatches=2, one_size=True, also=also)
+    return Needs(also=also)
 
 
 def _round_further(case: Case) -> str:
     looped = case.virtual > 1 and case.built.placement[1 + case.ranks : 2 + case.ranks] == case.built.placement[1:2]
     return "" if looped else "needs two rounds of stages over the ranks"
-
-
-_KEPT = Needs(stages=2, models=("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout"))
 
 
 def _one_buffer(arrived: Tensor, message: Arrived) -> Tensor:
@@ -172,80 +167,24 @@ def _not_a_number(inputs: Tensors, call: Call) -> Tensors:
     return tuple(torch.full_like(x, torch.nan, requires_grad=True) if x.is_floating_point() else x for x in inputs)
 
 
-SPECIMENS: Mapping[str, Specimen] = {
-    "activation-repeated": row(
-        Fault("wrong-message", "loss", stage=second, alike=_ACTIVATIONS_OR_DATA),
-        on_arrival(_repeat, _PAIR_FORWARD),
-        _TWO_ACROSS,
+PLANTS: Mapping[str, Plant | Entry] = {
+    "activation-repeated": on_arrival(_repeat, _PAIR_FORWARD),
+    "gradient-repeated": on_arrival(_repeat, _PAIR_BACKWARD),
+    "activations-crossed": Entry(plant=_cross(_PAIR_FORWARD), needs=_crossing(Kind.SEND_F, 0)),
+    "gradients-crossed": Entry(plant=_cross(_PAIR_BACKWARD), needs=_crossing(Kind.SEND_B, 1)),
+    "activation-of-other-stage": Entry(
+        plant=on_arrival(_of_other_stage, To(Kind.RECV_F, microbatches=(0,))), needs=Needs(also=_round_further)
     ),
-    "gradient-repeated": row(
-        Fault("wrong-message", "gradient", stage=first, alike=("swapped-gradients",)),
-        on_arrival(_repeat, _PAIR_BACKWARD),
-        _TWO_ACROSS,
-    ),
-    "activations-crossed": row(
-        Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=_ACTIVATIONS_OR_DATA),
-        _cross(_PAIR_FORWARD),
-        _crossing(Kind.SEND_F, 0),
-        schedule="gpipe",
-    ),
-    "gradients-crossed": row(
-        Fault("wrong-message", "gradient", stage=first, microbatches=(0, 1), alike=("swapped-gradients",)),
-        _cross(_PAIR_BACKWARD),
-        _crossing(Kind.SEND_B, 1),
-        schedule="gpipe",
-    ),
-    "activation-of-other-stage": row(
-        Fault("wrong-message", "loss", microbatches=(0,), alike=("swapped-activations",)),
-        on_arrival(_of_other_stage, To(Kind.RECV_F, microbatches=(0,))),
-        Needs(ranks=2, stages=4, models=_PLAIN, one_size=True, also=_round_further),
-        schedule="looped-bfs",
-    ),
-    "activation-read-early": row(
-        Fault("uninitialised", "loss", stage=second, microbatches=(0,), alike=("zero",)),
-        on_arrival(lambda arrived, message: torch.zeros_like(arrived), _ACTIVATION),
-        _ACROSS,
-    ),
-    "activation-partly-old": row(
-        Fault("overwritten", "loss", stage=second, alike=("altered",)),
-        on_arrival(_partly_old, _PAIR_FORWARD),
-        Needs(ranks=2, microbatches=2, models=_PLAIN, one_size=True),
-    ),
-    "activation-of-step-before": row(
-        Fault("stale-tensor", "loss", stage=second, microbatches=(0,)),
-        on_arrival(_of_step_before, _ACTIVATION),
-        Needs(ranks=2, models=_PLAIN, plan=("train", "train"), one_size=True),
-    ),
-    "activations-rounded": row(Fault("rounded", "loss", stage=second), on_arrival(_in_bf16, _ACTIVATIONS), _ACROSS),
-    "gradients-travel-rounded": row(
-        Fault("rounded", "gradient", stage=first), on_arrival(_in_bf16, To(Kind.RECV_B, 0)), _ACROSS
-    ),
-    "activation-damaged": row(
-        Fault("altered", "loss", stage=second, microbatches=(0,)), on_arrival(_damage, _ACTIVATION), _ACROSS
-    ),
-    "message-lost": row(
-        Fault("deadlock", "deadlock", stage=second, microbatches=lambda case: (case.microbatches - 1,)),
-        on_transport(_Lost),
-        Needs(ranks=2),
-        timeout_s=2.0,
-    ),
-    "receive-buffer-reused": row(Fault("overwritten", "gradient"), on_arrival(_one_buffer), Needs(ranks=3)),
-    "activation-nan": row(
-        Fault("not-finite", "loss", stage=second, microbatches=(1,)),
-        on_stages(Changes(inputs=_not_a_number), second),
-        Needs(microbatches=2, stages=2),
-    ),
-    "input-let-go": row(
-        Fault("overwritten", "gradient", stage=middle, alike=("uninitialised", "zero")), _spoil(Tensor.zero_), _KEPT
-    ),
-    "input-poisoned": row(
-        Fault("overwritten", "gradient", stage=middle, alike=("not-finite", "uninitialised")),
-        _spoil(lambda kept: kept.fill_(torch.nan)),
-        _KEPT,
-    ),
-    "input-partly-overwritten": row(
-        Fault("overwritten", "gradient", stage=middle, microbatches=(0,)),
-        _spoil(_overwrite_half, microbatches=(0,)),
-        _KEPT,
-    ),
+    "activation-read-early": on_arrival(lambda arrived, message: torch.zeros_like(arrived), _ACTIVATION),
+    "activation-partly-old": on_arrival(_partly_old, _PAIR_FORWARD),
+    "activation-of-step-before": on_arrival(_of_step_before, _ACTIVATION),
+    "activations-rounded": on_arrival(_in_bf16, _ACTIVATIONS),
+    "gradients-travel-rounded": on_arrival(_in_bf16, To(Kind.RECV_B, 0)),
+    "activation-damaged": on_arrival(_damage, _ACTIVATION),
+    "message-lost": Entry(plant=on_transport(_Lost), timeout_s=2.0),
+    "receive-buffer-reused": on_arrival(_one_buffer),
+    "activation-nan": on_stages(Changes(inputs=_not_a_number), second),
+    "input-let-go": _spoil(Tensor.zero_),
+    "input-poisoned": _spoil(lambda kept: kept.fill_(torch.nan)),
+    "input-partly-overwritten": _spoil(_overwrite_half, microbatches=(0,)),
 }

@@ -29,15 +29,11 @@ from pipeproof.wings.specimens.planting import (
     collect_apart,
     count_shares,
     first,
-    last,
     middle,
     on_modules,
     on_stages,
 )
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row, split_microbatches
-
-_CROSSED = ("swapped-gradients", "wrong-message")
-_MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
+from pipeproof.wings.specimens.specimen import Entry, Needs, split_microbatches
 
 
 def _clears_first(call: Call) -> AbstractContextManager[None]:
@@ -87,9 +83,6 @@ class _OldTargets(AroundSteps):
         return [(inputs, target) for (inputs, _), target in zip(microbatches, kept, strict=True)]
 
 
-_HALVES, _TWO_HALVES = Needs(split=True), Needs(microbatches=2, split=True)
-
-
 def _first_halves(*counts: float) -> Plant:
     """Count the middle stage's first weight halves ``counts`` times."""
     return count_shares(
@@ -134,93 +127,40 @@ def _sum_outputs(self: Attention, x_BTC: Tensor) -> Tensor:
     return attend(self, x_BTC, (one, with_value(one, other), third))
 
 
-def _split_on_middle(case: Case) -> tuple[int, ...]:
-    return split_microbatches(case.built, case.stages // 2)
+def _two_halves(case: Case) -> str:
+    return "" if len(split_microbatches(case.built, case.stages // 2)) > 1 else "needs two weight halves there"
 
 
-_FIRST_HALF = Fault("dropped", "gradient", stage=middle, microbatches=lambda case: _split_on_middle(case)[:1])
-
-
-SPECIMENS: Mapping[str, Specimen] = {
-    "microbatch-dropped": row(
-        Fault("dropped", "gradient", microbatches=(0,)), count_shares(lambda schedule, stage: {0: 0.0}), _MANY
+PLANTS: Mapping[str, Plant | Entry] = {
+    "microbatch-dropped": count_shares(lambda schedule, stage: {0: 0.0}),
+    "last-microbatch-dropped": count_shares(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
+    "microbatch-doubled": count_shares(lambda schedule, stage: {0: 2.0}),
+    "microbatch-negated": count_shares(lambda schedule, stage: {0: -1.0}, middle),
+    "only-last-microbatch": on_stages(Changes(adding=_clears_first)),
+    "microbatches-swapped": Entry(feed=_swap_inputs),
+    "targets-shifted": Entry(
+        feed=lambda batches, parts: [replace(one, target=batches[m - 1].target) for m, one in enumerate(batches)]
     ),
-    "last-microbatch-dropped": row(
-        Fault("dropped", "gradient", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
-        count_shares(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
-        _MANY,
+    "targets-of-step-before": Entry(drive=_OldTargets),
+    "side-input-of-first": Entry(
+        feed=lambda batches, parts: [replace(one, inputs=(one.inputs[0], *batches[0].inputs[1:])) for one in batches]
     ),
-    "microbatch-doubled": row(
-        Fault("doubled", "gradient", microbatches=(0,)), count_shares(lambda schedule, stage: {0: 2.0}), _MANY
+    "microbatches-cut": Entry(feed=_cut_to_shortest),
+    "cut-along-tokens": Entry(feed=_cut_across),
+    "backward-of-another": Entry(
+        plant=on_stages(Changes(whose=other_of_two), first), needs=Needs(also=_require_in_flight)
     ),
-    "microbatch-negated": row(
-        Fault("sign", "gradient", stage=middle, microbatches=(0,)),
-        count_shares(lambda schedule, stage: {0: -1.0}, middle),
-        _MANY,
+    "weight-half-dropped": _first_halves(0.0),
+    "weight-half-twice": _first_halves(2.0),
+    "weight-half-of-another": Entry(plant=_first_halves(0.0, 2.0), needs=Needs(also=_two_halves)),
+    "weight-halves-after-whole": around_stages(_WholeThenHalf, middle),
+    "first-stage-weights-empty": Entry(
+        plant=count_shares(lambda schedule, stage: dict.fromkeys(split_microbatches(schedule, stage), 0.0), first),
+        needs=Needs(also=_all_halved_on_first),
     ),
-    "only-last-microbatch": row(Fault("dropped", "gradient"), on_stages(Changes(adding=_clears_first)), _MANY),
-    "microbatches-swapped": row(Fault("swapped-data", "loss", microbatches=(0, 1)), feed=_swap_inputs, needs=_ALIKE),
-    "targets-shifted": row(
-        Fault("swapped-data", "loss", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
-        feed=lambda batches, parts: [replace(one, target=batches[m - 1].target) for m, one in enumerate(batches)],
-        needs=_ALIKE,
+    "weights-never-drained": count_shares(
+        lambda schedule, stage: dict.fromkeys(range(schedule.microbatches), 0.0), middle
     ),
-    "targets-of-step-before": row(
-        Fault("swapped-data", "loss", stage=last, alike=("stale-tensor",)),
-        drive=_OldTargets,
-        needs=Needs(plan=("train", "train")),
-    ),
-    "side-input-of-first": row(
-        Fault("swapped-data", "loss", stage=first, alike=("randomness",)),
-        feed=lambda batches, parts: [replace(one, inputs=(one.inputs[0], *batches[0].inputs[1:])) for one in batches],
-        needs=Needs(microbatches=2, models=("dropout",)),
-    ),
-    "microbatches-cut": row(
-        Fault("altered", "loss", stage=first, alike=("swapped-data",)),
-        feed=_cut_to_shortest,
-        needs=Needs(microbatches=2, ragged=True),
-    ),
-    "cut-along-tokens": row(
-        Fault("swapped-data", "loss", stage=first, alike=("altered",)),
-        feed=_cut_across,
-        needs=Needs(microbatches=2, models=("gpt", "gpt-tied"), one_size=True),
-    ),
-    "backward-of-another": row(
-        Fault("swapped-activations", "gradient", stage=first, microbatches=(0, 1), alike=_CROSSED),
-        on_stages(Changes(whose=other_of_two), first),
-        Needs(microbatches=2, stages=2, one_size=True, also=_require_in_flight),
-        schedule="gpipe",
-    ),
-    "weight-half-dropped": row(_FIRST_HALF, _first_halves(0.0), _TWO_HALVES),
-    "weight-half-twice": row(replace(_FIRST_HALF, kind="doubled"), _first_halves(2.0), _TWO_HALVES),
-    "weight-half-of-another": row(
-        replace(_FIRST_HALF, alike=("doubled",)),
-        _first_halves(0.0, 2.0),
-        replace(
-            _TWO_HALVES,
-            also=lambda case: "" if len(_split_on_middle(case)) > 1 else "needs two weight halves there",
-        ),
-    ),
-    "weight-halves-after-whole": row(
-        Fault("doubled", "gradient", stage=middle, alike=("scale",)), around_stages(_WholeThenHalf, middle), _HALVES
-    ),
-    "first-stage-weights-empty": row(
-        Fault("missing", "presence", stage=first),
-        count_shares(lambda schedule, stage: dict.fromkeys(split_microbatches(schedule, stage), 0.0), first),
-        Needs(split=True, also=_all_halved_on_first),
-    ),
-    "weights-never-drained": row(
-        Fault("missing", "presence", stage=middle),
-        count_shares(lambda schedule, stage: dict.fromkeys(range(schedule.microbatches), 0.0), middle),
-    ),
-    "shared-weight-doubled": row(
-        Fault("computation", "gradient", stage=middle, parameter=r"linear\.weight$", alike=("extra-term",)),
-        on_modules(with_forward(TwiceBlock, _twice_through_first, most=1), middle),
-        Needs(models=("twice",)),
-    ),
-    "outputs-summed": row(
-        Fault("computation", "gradient", stage=middle),
-        on_modules(with_forward(Attention, _sum_outputs, most=1), middle),
-        Needs(models=("gpt", "gpt-tied")),
-    ),
+    "shared-weight-doubled": on_modules(with_forward(TwiceBlock, _twice_through_first, most=1), middle),
+    "outputs-summed": on_modules(with_forward(Attention, _sum_outputs, most=1), middle),
 }

@@ -11,10 +11,7 @@ from pipeproof.own.faults import Plant
 from pipeproof.own.stages import Slice
 from pipeproof.reference.model import HEADS, Attention, DropoutBlock
 from pipeproof.wings.specimens.planting import NORMS, Call, Changes, Edit, middle, on_modules, on_parts, on_stages
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
-
-_DROPOUT = Needs(models=("dropout",))
-_LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))
+from pipeproof.wings.specimens.specimen import Entry
 
 
 def with_forward(kind: type[nn.Module], forward: Callable[..., object], *, most: int | None = None) -> Edit:
@@ -73,59 +70,21 @@ def _on_pieces(change: Callable[[list[str]], object]) -> Edit:
     return changed
 
 
-SPECIMENS: Mapping[str, Specimen] = {
-    "layers-counted-from-zero": row(
-        Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
-        _on_dropout(lambda block, number: setattr(block, "layer", number)),
-        Needs(stages=2, models=("dropout",)),
+PLANTS: Mapping[str, Plant | Entry] = {
+    "layers-counted-from-zero": _on_dropout(lambda block, number: setattr(block, "layer", number)),
+    "dropout-other-seed": _on_dropout(lambda block, number: setattr(block, "seed", block.seed + 1)),
+    "recomputed-with-fresh-mask": on_modules(with_forward(DropoutBlock, _recompute), middle),
+    "weights-of-other-seed": on_modules(_reseed, middle),
+    "side-input-missing": on_stages(
+        Changes(inputs=lambda inputs, call: (inputs[0], torch.zeros_like(inputs[1]))), middle
     ),
-    "dropout-other-seed": row(
-        Fault("randomness", "loss", stage=middle, alike=("computation",)),
-        _on_dropout(lambda block, number: setattr(block, "seed", block.seed + 1)),
-        _DROPOUT,
+    "mask-missing": on_modules(
+        with_forward(Attention, lambda own, x_BTC: attend(own, x_BTC, own.qkv(x_BTC).chunk(3, -1), causal=False)),
+        middle,
     ),
-    "recomputed-with-fresh-mask": row(
-        Fault("randomness", "gradient", stage=middle, alike=("computation",)),
-        on_modules(with_forward(DropoutBlock, _recompute), middle),
-        _DROPOUT,
-    ),
-    "weights-of-other-seed": row(
-        Fault("randomness", "loss", stage=middle, alike=("computation", "partition")), on_modules(_reseed, middle)
-    ),
-    "side-input-missing": row(
-        Fault("altered", "loss", stage=middle, alike=("randomness", "computation", "zero")),
-        on_stages(Changes(inputs=lambda inputs, call: (inputs[0], torch.zeros_like(inputs[1]))), middle),
-        _DROPOUT,
-    ),
-    "mask-missing": row(
-        Fault("computation", "loss", stage=middle),
-        on_modules(
-            with_forward(Attention, lambda own, x_BTC: attend(own, x_BTC, own.qkv(x_BTC).chunk(3, -1), causal=False)),
-            middle,
-        ),
-        Needs(models=("gpt", "gpt-tied")),
-    ),
-    "other-epsilon": row(
-        Fault("computation", "loss", stage=middle),
-        on_modules(on_parts(NORMS, lambda norm, number: setattr(norm, "eps", 1e-2)), middle),
-    ),
-    "stage-in-bf16": row(
-        Fault("computation", "loss", stage=middle, alike=("rounded",)),
-        on_stages(Changes(during=_under_autocast), middle),
-    ),
-    "layers-in-other-order": row(
-        Fault("computation", "loss", stage=middle),
-        on_modules(_on_pieces(lambda pieces: pieces.reverse()), middle),
-        _LAYERS,
-    ),
-    "layer-skipped": row(
-        Fault("computation", "presence", stage=middle, alike=("missing",)),
-        on_modules(_on_pieces(lambda pieces: pieces.pop()), middle),
-        _LAYERS,
-    ),
-    "layer-repeated": row(
-        Fault("computation", "loss", stage=middle),
-        on_modules(_on_pieces(lambda pieces: pieces.append(pieces[-1])), middle),
-        _LAYERS,
-    ),
+    "other-epsilon": on_modules(on_parts(NORMS, lambda norm, number: setattr(norm, "eps", 1e-2)), middle),
+    "stage-in-bf16": on_stages(Changes(during=_under_autocast), middle),
+    "layers-in-other-order": on_modules(_on_pieces(lambda pieces: pieces.reverse()), middle),
+    "layer-skipped": on_modules(_on_pieces(lambda pieces: pieces.pop()), middle),
+    "layer-repeated": on_modules(_on_pieces(lambda pieces: pieces.append(pieces[-1])), middle),
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from pipeproof.own.case import Case
 from pipeproof.own.faults import Reorder
@@ -12,7 +11,7 @@ from pipeproof.pipeline.deadlock import deadlocks
 from pipeproof.pipeline.program import Program, lower
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.transports import Transport
-from pipeproof.wings.specimens.specimen import Fault, Needs, Specimen, row
+from pipeproof.wings.specimens.specimen import ANYTHING, Entry, Needs
 
 _Row = Sequence[Action]
 _GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
@@ -124,50 +123,22 @@ def _halves(case: Case) -> str:
     return "" if halves else "needs backwards in two halves on rank 0"
 
 
-_ON_TWO = Needs(ranks=2)
-_row = partial(row, timeout_s=2.0)  # ranks that can never end
+def _planned(reorder: Reorder, also: Callable[[Case], str] = ANYTHING.also) -> Entry:
+    """Return a changed program, whose ranks may never end."""
+    return Entry(reorder=reorder, timeout_s=2.0, needs=Needs(also=also))
 
-SPECIMENS: Mapping[str, Specimen] = {
-    "backward-before-forward": _row(
-        Fault("order", "local-order"), reorder=_on(0, lambda row: _put(row, _first(row, _GIVES_INPUT_GRADIENT), 0))
-    ),
-    "weight-half-first": _row(
-        Fault("order", "local-order"), reorder=_on(0, _weight_first), needs=Needs(also=_halves), schedule="zb-h1"
-    ),
-    "warm-up-beyond": _row(Fault("order", "placement"), reorder=_on(0, _beyond)),
-    "backward-missing": _row(
-        Fault("order", "completeness"), reorder=_on(0, lambda row: _drop(row, _last(row, GIVES_WEIGHT_GRADIENT)))
-    ),
-    "backward-repeated": _row(
-        Fault("order", "completeness"), reorder=_on(0, lambda row: [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]])
-    ),
-    "stage-on-other-rank": _row(
-        Fault("order", "placement"), reorder=_move_stage, needs=Needs(ranks=2, also=_require_two_ranks)
-    ),
-    "microbatches-counted-otherwise": _row(
-        Fault("deadlock", "acyclic", alike=("order",)),
-        reorder=_renumber_last,
-        needs=Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
-    ),
-    "sends-last": _row(
-        Fault("deadlock", "deadlock", alike=("order",)),
-        reorder=_on(0, lambda row: sorted(row, key=lambda action: action.kind in SENDS)),
-        needs=_ON_TWO,
-    ),
-    "send-before-made": _row(
-        Fault("order", "message-order"), reorder=_on(0, lambda row: _put(row, _first(row, SENDS), 0)), needs=_ON_TWO
-    ),
-    "receive-after-use": _row(
-        Fault("order", "message-order"),
-        reorder=_on(0, lambda row: _put(row, _first(row, RECEIVES), len(row))),
-        needs=_ON_TWO,
-    ),
-    "receive-missing": _row(
-        Fault("order", "messages"), reorder=_on(0, lambda row: _drop(row, _first(row, RECEIVES))), needs=_ON_TWO
-    ),
-    "sends-crossed": _row(
-        Fault("order", "channel-order"),
-        reorder=_cross_sends,
-        needs=Needs(ranks=2, microbatches=2, also=_require_two_ranks),
-    ),
+
+PLANTS: Mapping[str, Entry] = {
+    "backward-before-forward": _planned(_on(0, lambda row: _put(row, _first(row, _GIVES_INPUT_GRADIENT), 0))),
+    "weight-half-first": _planned(_on(0, _weight_first), _halves),
+    "warm-up-beyond": _planned(_on(0, _beyond)),
+    "backward-missing": _planned(_on(0, lambda row: _drop(row, _last(row, GIVES_WEIGHT_GRADIENT)))),
+    "backward-repeated": _planned(_on(0, lambda row: [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]])),
+    "stage-on-other-rank": _planned(_move_stage, _require_two_ranks),
+    "microbatches-counted-otherwise": _planned(_renumber_last, _waits_in_a_circle),
+    "sends-last": _planned(_on(0, lambda row: sorted(row, key=lambda action: action.kind in SENDS))),
+    "send-before-made": _planned(_on(0, lambda row: _put(row, _first(row, SENDS), 0))),
+    "receive-after-use": _planned(_on(0, lambda row: _put(row, _first(row, RECEIVES), len(row)))),
+    "receive-missing": _planned(_on(0, lambda row: _drop(row, _first(row, RECEIVES)))),
+    "sends-crossed": _planned(_cross_sends, _require_two_ranks),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.core.observe.wrappers import AroundSteps, Pairs, Steps
-from pipeproof.own.faults import Drive
+from pipeproof.own.faults import Drive, Plant
 from pipeproof.pipeline.boundary import Gradients, Tensors
 from pipeproof.pipeline.gradients import clip_factor, norm_of
 from pipeproof.pipeline.step import Parts, ScheduleResult
@@ -45,24 +45,14 @@ from pipeproof.wings.specimens.planting import (
     squares_of,
     stages_at,
 )
-from pipeproof.wings.specimens.specimen import Entry, Fault, Needs, Specimen, control, row
-
-_AFTER_EVAL = Needs(plan=("eval", "train"))
+from pipeproof.wings.specimens.specimen import Entry
 
 
 def _not_cleared(parts: Parts) -> Parts:
     """Keep the optimizer's gradients for the next step, which adds to them."""
     left = Shares()
-
-    def reduce(parts: Parts) -> None:
-        parts.gradients.reduce_tied()
-        add(left)
-
-    def scale(factor: float, parts: Parts) -> None:
-        parts.gradients.scale(factor)
-        left.update(copies(parts.stages))
-
-    return on_work(reduce=reduce, scale=scale)(parts)
+    keep = on_work(reduced=lambda parts: add(left), clipped=lambda parts: left.update(copies(parts.stages)))
+    return keep(parts)
 
 
 def _onto_parameters(module: nn.Module) -> None:
@@ -132,8 +122,6 @@ def _hook_stays(parts: Parts) -> Parts:
 
 
 _MAX_NORM = Recipe().max_norm
-_SEVERAL = Needs(stages=2)
-_CLIP = Fault("clip", "updated-parameters")
 _norms: dict[int, float] = {}  # by rank: what it clipped by
 
 
@@ -171,7 +159,6 @@ def _twice(factor: float, parts: Parts) -> None:
 
 
 _Tell = Callable[[ScheduleResult, Parts], ScheduleResult]
-_REPORT = Fault("report", "loss")
 
 
 def _elsewhere(tell: _Tell) -> Drive:
@@ -196,14 +183,6 @@ def _divide(result: ScheduleResult, parts: Parts) -> ScheduleResult:
 
 def _none(result: ScheduleResult, parts: Parts) -> ScheduleResult:
     return replace(result, loss=math.nan, grad_norm=None) if parts.transport.rank == 0 else result
-
-
-_MANY = Needs(microbatches=2)
-
-
-def _reports(tell: _Tell) -> Specimen:
-    """Return a specimen that reports otherwise."""
-    return row(_REPORT, drive=on_steps(reported=tell), needs=_MANY)
 
 
 def _late(arrived: Tensor, message: Arrived) -> Tensor:
@@ -235,84 +214,48 @@ def _evaluate_first(microbatches: Pairs, steps: Steps) -> Pairs:
     return microbatches
 
 
-SPECIMENS: Mapping[str, Specimen] = {
-    "gradients-not-cleared": row(Fault("stale-gradient", "gradient"), _not_cleared, Needs(plan=("train", "train"))),
-    "gradients-onto-parameters": row(Fault("extra-term", "gradient"), on_gradients(_onto_parameters)),
-    "accumulated-lost": row(
-        Fault("dropped", "gradient"), drive=on_steps(given=_clear_before), needs=Needs(plan=("accumulate", "train"))
-    ),
-    "evaluation-mode-stays": row(
-        Fault("mode", "microbatches", stage=middle),
-        drive=on_steps(reported=_stay_in_evaluation, operation="eval"),
-        needs=_AFTER_EVAL,
-    ),
-    "evaluation-in-training-mode": row(
-        Fault("mode", "microbatches", stage=middle), on_stages(Changes(during=_always_training), middle), _AFTER_EVAL
-    ),
-    "evaluation-moves-statistics": row(
-        Fault("buffers", "buffers"),
-        drive=on_steps(reported=_move_statistics, operation="eval"),
-        needs=Needs(models=("batchnorm",), plan=("eval", "train")),
-    ),
-    "evaluation-differentiates": row(
-        Fault("extra-term", "gradient", alike=("stale-gradient",)), drive=_EvaluationDifferentiates, needs=_AFTER_EVAL
-    ),
-    "statistics-counted-twice": row(
-        Fault("buffers", "buffers", stage=middle),
-        on_stages(Changes(given=_recompute), middle),
-        Needs(models=("batchnorm",)),
-    ),
-    "boundary-hook-stays": row(
-        Fault("scale", "second-step", stage=first, factor=lambda case: 0.5, alike=("altered",)),
-        _hook_stays,
-        Needs(stages=2, plan=("train", "train")),
-    ),
-    "norm-of-rank": row(
-        Fault("norm", "grad-norm"),
-        on_work(scale=_clip_by_rank),
-        Needs(ranks=2),
+PLANTS: Mapping[str, Plant | Entry] = {
+    "gradients-not-cleared": _not_cleared,
+    "gradients-onto-parameters": on_gradients(_onto_parameters),
+    "accumulated-lost": Entry(drive=on_steps(given=_clear_before)),
+    "evaluation-mode-stays": Entry(drive=on_steps(reported=_stay_in_evaluation, operation="eval")),
+    "evaluation-in-training-mode": on_stages(Changes(during=_always_training), middle),
+    "evaluation-moves-statistics": Entry(drive=on_steps(reported=_move_statistics, operation="eval")),
+    "evaluation-differentiates": Entry(drive=_EvaluationDifferentiates),
+    "statistics-counted-twice": on_stages(Changes(given=_recompute), middle),
+    "boundary-hook-stays": _hook_stays,
+    "norm-of-rank": Entry(
+        plant=on_work(scale=_clip_by_rank),
         drive=on_steps(reported=lambda result, parts: replace(result, grad_norm=_norms[parts.transport.rank])),
     ),
-    "norm-without-stage": row(Fault("norm", "grad-norm", stage=middle), on_work(squares=_drop_middle), _SEVERAL),
-    "norm-rounded": row(Fault("norm", "grad-norm", alike=("rounded",)), on_work(squares=_in_bf16)),
-    "norm-after-clipping": row(Fault("norm", "grad-norm", alike=("report",)), drive=on_steps(reported=_after_clipping)),
-    "clip-last-stage": row(
-        _CLIP, on_work(scale=lambda factor, parts: on_modules(scale(factor), last)(parts)), _SEVERAL
+    "norm-without-stage": on_work(squares=_drop_middle),
+    "norm-rounded": on_work(squares=_in_bf16),
+    "norm-after-clipping": Entry(drive=on_steps(reported=_after_clipping)),
+    "clip-last-stage": on_work(scale=lambda factor, parts: on_modules(scale(factor), last)(parts)),
+    "clip-never": on_work(scale=lambda factor, parts: None),
+    "clip-by-stage": on_work(scale=_by_stage),
+    "clip-twice": on_work(scale=_twice),
+    "update-skipped-on-stage": on_gradients(nn.Module.zero_grad, middle, clipped=True),
+    "updated-twice": Entry(drive=move_twice(middle)),
+    "loss-of-other-ranks": Entry(
+        drive=_elsewhere(lambda result, parts: replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses)))
     ),
-    "clip-never": row(_CLIP, on_work(scale=lambda factor, parts: None)),
-    "clip-by-stage": row(_CLIP, on_work(scale=_by_stage), _SEVERAL),
-    "clip-twice": row(_CLIP, on_work(scale=_twice)),
-    "update-skipped-on-stage": row(
-        Fault("update", "updated-parameters", stage=middle), on_gradients(nn.Module.zero_grad, middle, clipped=True)
+    "loss-sent-as-half": Entry(drive=_elsewhere(_half)),
+    "loss-divided-in-place": Entry(drive=on_steps(reported=_divide)),
+    "loss-of-last-microbatch": Entry(
+        drive=on_steps(reported=lambda result, parts: replace(result, loss=result.losses[-1]))
     ),
-    "updated-twice": row(Fault("update", "updated-parameters", stage=middle), drive=move_twice(middle)),
-    "loss-of-other-ranks": row(
-        _REPORT,
-        drive=_elsewhere(lambda result, parts: replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))),
-        needs=Needs(ranks=2),
+    "loss-summed": Entry(drive=on_steps(reported=lambda result, parts: replace(result, loss=math.fsum(result.losses)))),
+    "losses-in-other-order": Entry(
+        drive=on_steps(reported=lambda result, parts: replace(result, losses=result.losses[::-1]))
     ),
-    "loss-sent-as-half": row(
-        Fault("report", "loss", alike=("rounded",)), drive=_elsewhere(_half), needs=Needs(ranks=2)
-    ),
-    "loss-divided-in-place": _reports(_divide),
-    "loss-of-last-microbatch": _reports(lambda result, parts: replace(result, loss=result.losses[-1])),
-    "loss-summed": _reports(lambda result, parts: replace(result, loss=math.fsum(result.losses))),
-    "losses-in-other-order": _reports(lambda result, parts: replace(result, losses=result.losses[::-1])),
-    "evaluation-divided-again": row(
-        _REPORT, drive=on_steps(reported=_divide, operation="eval"), needs=Needs(microbatches=2, plan=("eval", "train"))
-    ),
-    "nothing-reported": row(Fault("report", "grad-norm", alike=("norm", "not-finite")), drive=on_steps(reported=_none)),
-}
-CONTROLS: Mapping[str, Entry] = {
-    "slow-messages": control(on_arrival(_late), Needs(ranks=2, microbatches=3), schedule="1f1b"),
-    "random-numbers-drawn": control(on_stages(Changes(during=_drawing)), Needs(microbatches=2, models=("dropout",))),
-    "loss-scaled-and-back": control(
-        both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scale(1 / 1024))), _MANY
-    ),
-    "shares-added-backwards": control(put_off(lambda call: True, reduced=False), Needs(microbatches=3)),
-    "norm-by-rank": control(on_work(squares=_root_of_roots), _MANY),
-    "flat-gradients": control(on_gradients(_in_one_buffer), _MANY),
-    "evaluation-before-steps": control(
-        drive=on_steps(given=_evaluate_first), needs=Needs(models=("batchnorm",), plan=("train", "train"))
-    ),
+    "evaluation-divided-again": Entry(drive=on_steps(reported=_divide, operation="eval")),
+    "nothing-reported": Entry(drive=on_steps(reported=_none)),
+    "slow-messages": on_arrival(_late),
+    "random-numbers-drawn": on_stages(Changes(during=_drawing)),
+    "loss-scaled-and-back": both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scale(1 / 1024))),
+    "shares-added-backwards": put_off(lambda call: True, reduced=False),
+    "norm-by-rank": on_work(squares=_root_of_roots),
+    "flat-gradients": on_gradients(_in_one_buffer),
+    "evaluation-before-steps": Entry(drive=on_steps(given=_evaluate_first)),
 }

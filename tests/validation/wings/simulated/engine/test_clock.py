@@ -35,12 +35,6 @@ def sleeping(context: RankContext) -> list[float]:
     return [(end - begin) / HOUR_S for begin, end in zip(began, ended, strict=True)]
 
 
-def test_sleep_moves_a_rank_s_own_clock_and_no_other(simulated: SimulatedWorld) -> None:
-    began = time.monotonic()
-    assert simulated.run(sleeping, ranks=3) == [pytest.approx([k] * 4) for k in (1, 2, 3)]
-    assert time.monotonic() - began < HOUR_S / 10, "the machine's clock has not"
-
-
 def dated(context: RankContext) -> tuple[float, float]:
     return time.time(), time.monotonic()
 
@@ -102,20 +96,11 @@ def test_when_messages_come_does_not_depend_on_who_is_next(room: int, simulated:
     assert {*map(len, found.values())} == {1}
 
 
-def test_a_collective_is_over_once_the_last_has_come(simulated: SimulatedWorld) -> None:
-    simulated.timing = Timing(latency_s=0.25)
-    assert simulated.run(summing, ranks=3) == [2.25] * 3
-
-
-def impatient(context: RankContext) -> int:
+def impatient(context: RankContext) -> bool:
     until, asked = time.monotonic() + 3, 0
     while time.monotonic() < until:
         asked += 1
-    return asked
-
-
-def test_who_only_looks_at_the_clock_sees_it_go_on(simulated: SimulatedWorld) -> None:
-    assert simulated.run(impatient, ranks=1)[0] > 1000
+    return asked > 1000
 
 
 def polling(context: RankContext) -> float:
@@ -164,8 +149,19 @@ def waits_really(context: RankContext) -> list[object]:
     return observed
 
 
-def test_what_waits_for_real_things_by_a_bound_waits_so_long(simulated: SimulatedWorld) -> None:
-    assert simulated.run(waits_really, ranks=2, timeout_s=3) == [["late", 0, []]] * 2
+@pytest.mark.parametrize(
+    ("job", "ranks", "expected"),
+    [
+        (sleeping, 3, [pytest.approx([k] * 4) for k in (1, 2, 3)]),  # by its own clock and no other
+        (summing, 3, [2.25] * 3),  # a collective is over once the last has come
+        (impatient, 1, [True]),  # who only looks at the clock sees it go on
+        (waits_really, 2, [["late", 0, []]] * 2),  # what waits for real things by a bound waits so long
+    ],
+)
+def test_how_time_passes(job: Any, ranks: int, expected: object, simulated: SimulatedWorld) -> None:
+    simulated.timing, began = Timing(latency_s=0.25), time.monotonic()
+    assert simulated.run(job, ranks=ranks, timeout_s=3) == expected
+    assert time.monotonic() - began < HOUR_S / 10, "the machine's clock has not"
 
 
 def refused(context: RankContext, secs: Any) -> tuple[str, str]:

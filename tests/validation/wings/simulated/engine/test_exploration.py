@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.wings.simulated import SimulatedWorld
-from pipeproof.wings.simulated.engine.events import Event, Touch
+from pipeproof.wings.simulated.engine.decisions import Guide
+from pipeproof.wings.simulated.engine.events import Event
 from pipeproof.wings.simulated.engine.exploration import Course, Exploration, describe_explorations
-from pipeproof.wings.simulated.engine.guide import Guide
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -169,7 +169,7 @@ def test_a_search_ends_where_there_are_more_than_wanted(simulated: SimulatedWorl
 
 def test_whether_the_order_of_two_events_matters() -> None:
     asks, moves, other = (
-        Event(actor, (), touches={Touch(thing, changes)})
+        Event(actor, (), touches={thing: changes})
         for actor, thing, changes in ((0, "work", False), ((1, 0), "work", True), (2, "key", True))
     )
     assert asks.meets(moves)
