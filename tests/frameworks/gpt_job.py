@@ -101,7 +101,7 @@ def drew_by_the_tracker(_: RankContext, layout: Layout) -> tuple[Verdict, list[s
             tracked.append(tracker.get_states()["model-parallel-rng"])
     dist.barrier()
     other = [] if torch.equal(*tracked) else ["the tracker's state"]
-    return checked.outcome, [*differences(*found), *other]
+    return checked.verdict, [*differences(*found), *other]
 
 
 def not_cleared(_: RankContext, layout: Layout) -> Verdict:
