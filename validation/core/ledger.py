@@ -330,7 +330,7 @@ class Ledger:
         if outcome == "pass" and (allowed.noise or stride):
             self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
             size = 0.0  # what passes by rounding never becomes the largest error
-        summed = place.law == "loss" and place.where.microbatch is None  # a sum may come right by chance
+        summed = bool(both) and place.where.microbatch is None  # a sum may come right by chance
         narrow = allowed.precision.unit > FP32.unit and size > FP32.least
         if outcome == "pass" and place.law in self.held and narrow and not summed:
             self.remark(place.law, HELD.format(allowed.precision.name))

@@ -177,12 +177,12 @@ class HeldInCommon:
                 self._every[rank][name] = Said(flat_shard(0, None), None, nothing=True)
         for stage, name in dict.fromkeys((stage, name) for stage, name, _ in held):
             holders = [rank for rank, at in self._places[name] if at == stage]
-            stated = {rank: self._every[rank][name] for rank in holders if name in self._every[rank]}
-            whole = {rank: one for rank, one in stated.items() if one.shard is None}
-            if whole and not any(one.shard.count for one in stated.values() if one.shard is not None):
-                stated = whole  # the others' parts are empty
-            if stated:
-                yield _Shared((stage, name), stated, [rank for rank in holders if name not in self._every[rank]])
+            parts = {rank: self._every[rank][name] for rank in holders if name in self._every[rank]}
+            whole = {rank: one for rank, one in parts.items() if one.shard is None}
+            if whole and not any(one.shard.count for one in parts.values() if one.shard is not None):
+                parts = whole  # the others' parts are empty
+            if parts:
+                yield _Shared((stage, name), parts, [rank for rank in holders if name not in self._every[rank]])
 
     def _member(self, one: _Shared, rank: int) -> ModulePart:
         (_, name), said, sender, part = one.site, one.said[rank], one.sender(rank), None
