@@ -9,7 +9,7 @@ import pytest
 from pipeproof.commands.cli import main
 from pipeproof.own.case import Case
 from pipeproof.own.validator import validate
-from pipeproof.wings.specimens import CATALOGUE, SPECIMENS, Specimen, SpecimenError, catalogue
+from pipeproof.wings.specimens import CATALOGUE, SPECIMENS, Needs, Specimen, SpecimenError, catalogue
 from pipeproof.wings.specimens.mixed import MIXED, RIGHT
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -132,3 +132,13 @@ def test_each_name_is_in_one_table_and_once_in_the_file() -> None:
     with Path(catalogue.__file__).with_name("catalogue.csv").open() as file:
         assert sorted(one["name"] for one in csv.DictReader(file)) == sorted(rows)
     assert len(set(rows)) == len(rows)
+
+
+def test_a_word_of_the_file_that_is_none_is_refused() -> None:
+    assert vars(Needs(**catalogue._fields("stages=2 ragged", catalogue._NEEDS))) == vars(Needs(stages=2, ragged=True))
+    with pytest.raises(KeyError, match="nowhere"):
+        catalogue._fields("stage=nowhere", catalogue._PLACE)
+    with pytest.raises(TypeError, match="stags"):
+        Needs(**catalogue._fields("stags=2", catalogue._NEEDS))
+    with pytest.raises(ValueError, match="two"):
+        catalogue._fields("stages=two", catalogue._NEEDS)
