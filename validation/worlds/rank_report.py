@@ -200,16 +200,6 @@ def details(reports: Sequence[RankReport]) -> str:
     return "\n".join([*([body.rstrip()] if body.strip() else []), *(_paragraph(*one) for one in others)])
 
 
-def summarise(reports: Sequence[RankReport]) -> tuple[Stack, tuple[str, ...]]:
-    """Return the culprit's stack, and a line for each rank beyond ``headline``."""
-    culprit = next(report for report in reports if report.rank == culprit_of(reports))
-    if culprit.ending is not Ending.STUCK:
-        return culprit.stack, tuple(heading for heading, _ in _story(reports)[1:])
-    every = sorted(reports, key=lambda report: report.rank != culprit.rank)
-    places = [f", at {one.stack[0].place}" if one.stack else "" for one in every]
-    return (), tuple(f"{replace(one, progress='').line()}{at}" for one, at in zip(every, places, strict=True))
-
-
 def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:
     """Return sentences, each with its traceback or stack."""
     if blocking := _blocking(reports):
@@ -311,6 +301,12 @@ def of_failure(verdict: Verdict, failure: RankFailed) -> Verdict:
 
 
 def with_reports(verdict: Verdict, reports: Sequence[RankReport]) -> Verdict:
-    """Add rank reports to ``verdict``."""
-    failed_at, ranks = summarise(reports)
-    return replace(verdict, failure=details(reports), failed_at=failed_at, ranks=ranks)
+    """Add rank reports to ``verdict``: the culprit's stack, and a line for each rank beyond its headline."""
+    culprit = next(report for report in reports if report.rank == culprit_of(reports))
+    if culprit.ending is not Ending.STUCK:
+        ranks = tuple(heading for heading, _ in _story(reports)[1:])
+        return replace(verdict, failure=details(reports), failed_at=culprit.stack, ranks=ranks)
+    every = sorted(reports, key=lambda report: report.rank != culprit.rank)
+    places = [f", at {one.stack[0].place}" if one.stack else "" for one in every]
+    ranks = tuple(f"{replace(one, progress='').line()}{at}" for one, at in zip(every, places, strict=True))
+    return replace(verdict, failure=details(reports), failed_at=(), ranks=ranks)

@@ -1,9 +1,11 @@
 """Pack jobs and results: test module code travels by value, other code by name."""
 
+import contextlib
 import functools
 import importlib
 import inspect
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -41,9 +43,19 @@ def unpack(data: bytes) -> Any:
     return pickle.loads(data)
 
 
+def pack_job(job: Callable[..., object], *arguments: object) -> bytes:
+    """Serialize a job with its arguments and with this process's place: its path and its current folder."""
+    folder = ""
+    with contextlib.suppress(OSError):  # it may be gone
+        folder = os.getcwd()
+    return pack((sys.path, folder, FIRST, pack((job, arguments))))
+
+
 def unpack_job(order: bytes) -> Any:
-    """Restore a job with its arguments. Their imports may need the path and first calls."""
-    sys.path[:], first, job_and_arguments = unpack(order)
+    """Restore a job with its arguments, in the place where they were packed. Their imports may need first calls."""
+    sys.path[:], folder, first, job_and_arguments = unpack(order)
+    with contextlib.suppress(OSError):  # absent on another host, or gone
+        os.chdir(folder)
     for prepare in first:
         prepare()
     return unpack(job_and_arguments)

@@ -30,7 +30,7 @@ class Lost:
 def find_lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None:
     """Return the first lost message along the data flow. None if waits show none."""
     waits = {report.rank: wait for report in reports if (wait := _wait(report)) is not None}
-    lost = list[Lost]()
+    lost: dict[tuple[bool, int, int], Lost] = {}  # by its place along the data
     for rank, (receive, sender) in waits.items():
         forward, row = receive.kind is Kind.RECV_F, list(program.ranks[sender])
         kind, stage = (Kind.SEND_F, receive.stage - 1) if forward else (Kind.SEND_B, receive.stage + 1)
@@ -38,8 +38,9 @@ def find_lost_message(program: Program, reports: Sequence[RankReport]) -> Lost |
         if sender in waits and send in row:
             stopped = _consumer(waits[sender][0], row)
             if stopped is not None and row.index(send) < stopped:
-                lost.append(Lost(rank, receive, sender, send, row.index(send)))
-    return min(lost, default=None, key=lambda one: _along(one.receive))
+                along = (not forward, receive.stage if forward else -receive.stage, receive.microbatch)
+                lost[along] = Lost(rank, receive, sender, send, row.index(send))
+    return lost[min(lost)] if lost else None
 
 
 def waiting_in(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
@@ -72,8 +73,3 @@ def _consumer(receive: Action, row: Sequence[Action]) -> int | None:
     kinds = {Kind.FORWARD} if receive.kind is Kind.RECV_F else GIVES_INPUT_GRADIENT
     slots = (slot for slot, (s, kind, m) in enumerate(row) if (s, m) == receive[::2] and kind in kinds)
     return next(slots, None)
-
-
-def _along(receive: Action) -> tuple[bool, int, int]:
-    forward = receive.kind is Kind.RECV_F
-    return (not forward, receive.stage if forward else -receive.stage, receive.microbatch)

@@ -1,6 +1,5 @@
 """Run a function on several ranks and return every rank's result, wherever ranks live."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from pipeproof.worlds.shipping import FIRST, pack, unpack, unshippable
+from pipeproof.worlds.shipping import pack_job, unpack, unshippable
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.worker import RankContext
 
@@ -118,7 +117,7 @@ class World:
 
     def clock(self) -> float:
         """A time in seconds, the same on all ranks of torchrun, which have to decide alike how long to go on."""
-        return self.run(_read_clock, ranks=1)[0] if under_torchrun() else perf_counter()
+        return self.run(lambda context: perf_counter(), ranks=1)[0] if under_torchrun() else perf_counter()
 
     def set_transport(self, transport: "Transport") -> None:
         """Apply ``transport``'s message rules to later runs."""
@@ -160,7 +159,7 @@ class World:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         try:
-            order = pack((sys.path, FIRST, pack((job, args))))
+            order = pack_job(job, *args)
         except Exception as error:  # any type: each object refuses in its own way
             reason = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
             raise WorldError(reason + unshippable((job, *args))) from error
@@ -190,10 +189,6 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _read_clock(context: RankContext) -> float:
-    return perf_counter()
 
 
 def open_world(kind: str, **options: Any) -> World:

@@ -1,7 +1,6 @@
 """What the caller does meanwhile is done while workers are busy, and hides none of their failures."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack_job, unpack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.validation.worlds.test_world import BOUND_S, computes_for_ever, raises, total
@@ -48,7 +47,7 @@ def answers(
     timeout_s: float = 60,
 ) -> Sequence[RankReport]:
     """The answers of two ranks."""
-    order = pack((sys.path, [], pack((job, arguments))))
+    order = pack_job(job, *arguments)
     return place.run(order, label="a test", ranks=2, timeout_s=timeout_s, meanwhile=meanwhile)
 
 

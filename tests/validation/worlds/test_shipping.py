@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.pipeline.action import Action
-from pipeproof.worlds.shipping import pack, unpack, unpack_job
+from pipeproof.worlds.shipping import pack, pack_job, unpack, unpack_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +179,6 @@ told: list[str] = []
 def test_what_comes_first_is_called_before_a_job_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("pipeproof.worlds.shipping.register_pickle_by_value", None)  # this module's code by name
-    order = pack((sys.path, (note,), pack((len, (Loaded(),)))))
-    assert unpack_job(order) == (len, ("job",))
+    monkeypatch.setattr("pipeproof.worlds.shipping.FIRST", [note])
+    assert unpack_job(pack_job(len, Loaded())) == (len, ("job",))
     assert told == ["first", "job"]

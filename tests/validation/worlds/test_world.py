@@ -1,5 +1,6 @@
 """A world gives every rank's result in order, blames the right rank for a failure, and is sound again after it."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +91,13 @@ def test_processes_are_used_again(world: World) -> None:
     first = pids()
     assert len({*first, os.getpid()}) == 3
     assert pids() == first
+
+
+def test_a_job_runs_in_the_folder_of_its_caller(world: World, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (folder := tmp_path / name).mkdir()
+        with contextlib.chdir(folder):
+            assert world.run(lambda context: Path.cwd(), ranks=2) == [folder] * 2
 
 
 @pytest.mark.sweep
@@ -314,7 +323,7 @@ def test_what_earlier_jobs_left_is_said_where_one_fails(world: World) -> None:
         world.run(set_up, ranks=2)
     told = str(caught.value)
     assert "RuntimeError: data parallel" in told
-    golden(told, lines="pipeproof_fresh_ranks")
+    assert told.count("pipeproof_fresh_ranks") == 2, "in the message and in the traceback"
     world.run(leave_a_group, ranks=2)  # for the next test
 
 

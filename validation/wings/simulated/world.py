@@ -1,6 +1,5 @@
 """A world of simulated ranks: one lasting process for all, so that a hang cannot stop the caller."""
 
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pipeproof.worlds.accelerator import CPU, too_old
 from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack_job, unpack
 from pipeproof.worlds.timeout import BUDGET, END_S
 from pipeproof.worlds.world import World
 
@@ -270,7 +269,7 @@ class _Ranks:
 
     def _play(self, what: RunOrder, label: str, meanwhile: Iterable[object]) -> Played:
         self._world.may_end = False
-        job = pack((sys.path, (), pack((play, (what,)))))
+        job = pack_job(play, what)
         most_s = WHOLE * what.timeout_s + END_S
         (answer,) = self._process.run(job, label=label, ranks=1, timeout_s=most_s, meanwhile=meanwhile)
         if answer.failed:  # the process with all ranks, so all failed
