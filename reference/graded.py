@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.reference.accumulation import Gradient, add_parts
-from pipeproof.reference.graph import FAR, consumers, down, ends_of
+from pipeproof.reference.graph import consumers, ends_of, leaves_behind
 
 
 def differentiate(
@@ -27,7 +27,7 @@ def differentiate(
     stores of weight gradients do; a reentrant checkpoint runs its part with it; a loss may reach it past the module.
     Earlier gradients of these, and of anything else in reach of ``objective``, stay unchanged.
     """
-    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters, *_find_reached(objective))]
+    held = [(tensor, tensor.grad) for tensor in (*leaves, *parameters, *leaves_behind(ends_of([objective])))]
     for tensor, _ in held:
         tensor.grad = None
     for number, begun in onto.items():
@@ -49,16 +49,6 @@ def _take(leaf: Tensor, parameter: Tensor) -> Tensor | None:
     if leaf.grad is None or found is None:
         return found if leaf.grad is None else leaf.grad
     return leaf.grad.add_(found)  # as autograd adds in place
-
-
-def _find_reached(objective: Tensor) -> list[Tensor]:
-    """Find tensors whose ``.grad`` grows in a backward from ``objective``, if the graph already exists.
-
-    Very deep ones are not looked for.
-    """
-    passed, _ = down(ends_of([objective]), lambda *_: False, FAR)
-    leaves = (getattr(node, "variable", None) for node, _ in passed)
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 _MOST = 8  # uses of one tensor: each share is kept, and a layer in a loop has very many

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody holds it
 Edge = tuple[Node, int]  # a node, and the number of its output
@@ -40,6 +41,12 @@ def down(
             (over if ends(*edge) else passed).add(edge)
             todo += _before(edge[0]) if edge in passed else ()
     return passed, over
+
+
+def leaves_behind(edges: Iterable[Edge], ends: Collection[Edge] = ()) -> list[Tensor]:
+    """Leaves that a backward from ``edges`` reaches without passing ``ends``. Very deep ones are not looked for."""
+    passed, _ = down(edges, lambda *edge: edge in ends, FAR)
+    return list({id(node): node.variable for node, _ in passed if hasattr(node, "variable")}.values())
 
 
 def types_between(before: Iterable[Tensor], tensors: Iterable[Tensor]) -> set[torch.dtype]:
@@ -121,9 +128,16 @@ def _before(node: Node) -> Iterator[Edge]:
     return ((before, number) for before, number in node.next_functions if before is not None)
 
 
+def hook_at(tensor: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Register ``hook`` at ``tensor``."""
+    _ = tensor.grad_fn  # without it torch ends the process at a view whose base was written to through another view
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # in torch
+    return handle
+
+
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Register ``hook`` at ``tensor``, before earlier hooks, like a module's on its output."""
-    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # in torch
+    handle = hook_at(tensor, hook)
     hooks: dict[int, Any] | None = tensor._backward_hooks
     if hooks is not None and handle.id in hooks:
         own, others = hooks.pop(handle.id), {**hooks}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeproof.reference.graph import hook_at
 from pipeproof.reference.outputs import Place
 from pipeproof.reference.step import Gradient
 
@@ -34,7 +35,7 @@ def flows(
         found[number] = gradient
         return torch.zeros_like(gradient)
 
-    hooks = [tensor.register_hook(partial(stop, number)) for number, tensor in enumerate(at)]  # type: ignore[no-untyped-call]  # in torch
+    hooks = [hook_at(tensor, partial(stop, number)) for number, tensor in enumerate(at)]
     try:
         made = torch.autograd.grad(outputs, [*at, *also], gradients, allow_unused=True, retain_graph=True)
     finally:
@@ -54,7 +55,7 @@ class AutogradGraph:
         """Record ``tensor`` at ``place``."""
         if tensor.requires_grad:
             self._edges[place] = get_gradient_edge(tensor)
-            tensor.register_hook(partial(self._flow_of, place))  # type: ignore[no-untyped-call]  # in torch
+            hook_at(tensor, partial(self._flow_of, place))
 
     def hand_on(self, objective: Tensor, cut: Cut) -> Mapping[Place, Gradient]:
         """Gradient at each place where a stage begins, from flow through its ends alone."""

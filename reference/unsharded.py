@@ -54,7 +54,7 @@ def reduction_types(module: nn.Module) -> dict[str, torch.dtype]:
     policies, found = _policies(module), dict[str, torch.dtype]()
     for name, one in module.named_parameters(remove_duplicate=False):
         policy = policies.get(_owner(name, policies) or "")
-        narrow = None if policy is None else policy.reduce_dtype
+        narrow = None if policy is None else policy.reduce_dtype or policy.param_dtype
         if narrow is not None and one.is_floating_point() and torch.finfo(narrow).eps > torch.finfo(one.dtype).eps:
             found[name] = narrow
     return found

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,27 @@ from tests.support.golden import golden
 PREDICTED = {"a": 1.0, "b": 2.0, "c": 2.0, "d": 3.0}
 
 
-def test_measured_in_the_order_that_was_predicted() -> None:
-    assert out_of_order({"a": 10, "b": 19, "c": 18, "d": 20}, PREDICTED) == []
-    assert out_of_order({"a": 10, "b": 18, "c": 19, "d": 20}, PREDICTED) == [], "what is predicted equal comes anyhow"
-
-
-def test_an_order_that_was_not_predicted_names_the_pairs() -> None:
-    assert out_of_order({"a": 10, "b": 21, "c": 18, "d": 20}, PREDICTED) == [("b", "d")]
-    assert out_of_order({"a": 18, "b": 19, "c": 18, "d": 20}, PREDICTED) == [("a", "c")], "a tie is not an order"
-
-
-def test_an_order_is_written_with_its_ties() -> None:
-    golden(chain(PREDICTED | {"a": 4.0}))
+@pytest.mark.parametrize(
+    ("measured", "pairs"),
+    [
+        ({"a": 10, "b": 19, "c": 18, "d": 20}, []),
+        ({"a": 10, "b": 18, "c": 19, "d": 20}, []),  # what is predicted equal comes anyhow
+        ({"a": 10, "b": 21, "c": 18, "d": 20}, [("b", "d")]),
+        ({"a": 18, "b": 19, "c": 18, "d": 20}, [("a", "c")]),  # a tie is not an order
+    ],
+)
+def test_an_order_that_was_not_predicted_names_the_pairs(
+    measured: dict[str, float], pairs: list[tuple[str, str]]
+) -> None:
+    assert out_of_order(measured, PREDICTED) == pairs
 
 
 def test_the_row_of_the_order_says_yes_or_which() -> None:
-    row = bench_sleep.order("order", {"a": 1.0, "b": 2.0}, {"a": 5.0, "b": 6.0}, "")
-    assert row.targets[0].met
-    golden(row.note)
-    row = bench_sleep.order("order", {"a": 1.0, "b": 2.0}, {"a": 6.0, "b": 5.0}, "; quiet")
-    assert not row.targets[0].met
-    golden(row.note)
+    for measured, more, met in (({"a": 5.0, "b": 6.0}, "", True), ({"a": 6.0, "b": 5.0}, "; quiet", False)):
+        row = bench_sleep.order("order", {"a": 1.0, "b": 2.0}, measured, more)
+        assert row.targets[0].met is met
+        golden(row.note)
+    golden(chain(PREDICTED | {"a": 4.0}))
 
 
 def test_a_table_has_a_column_for_each_variant() -> None:
@@ -142,15 +143,12 @@ def test_a_sleeper_sleeps_once_in_each_of_f_i_and_w(slept: list[float]) -> None:
     stage.backward_weight(0)
     assert slept == [1.0, 2.0, 2.0]
     assert not stage.undeferred
+    assert Sleeps(5.0, 4.0).shortened(Sleeps(1.0, 0.5)) == Sleeps(4.0, 3.5), "by what comes on top"
 
 
 def test_both_splits_put_the_same_sleep_in_each_half(slept: list[float]) -> None:
     assert set(bench_sleeper.halves(Sleeps(1.0, 2.0), repeats=1)) == {"our I", "our W", "torch's I", "torch's W"}
     assert slept == [1.0, 2.0, 2.0] * 2
-
-
-def test_sleeps_are_shortened_by_what_comes_on_top() -> None:
-    assert Sleeps(5.0, 4.0).shortened(Sleeps(1.0, 0.5)) == Sleeps(4.0, 3.5)
 
 
 def test_a_half_that_sleeps_for_both_is_noticed() -> None:
@@ -162,15 +160,12 @@ def test_a_half_that_sleeps_for_both_is_noticed() -> None:
 
 
 def test_held_memory_is_counted_to_the_byte() -> None:
-    def keep(module: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
+    def step(module: nn.Module, x: Tensor, gradient: Tensor, kept: bool) -> Tensor | None:
         let_go = x.detach() * 2
-        return let_go + 1
+        return let_go + 1 if kept else None
 
-    def nothing(module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        keep(module, x, gradient)
-
-    assert bench_held.held_bytes(keep, nn.Identity(), (1000, 64)) == 1000 * 64 * 4
-    assert bench_held.held_bytes(nothing, nn.Identity(), (1000, 64)) == 0
+    for kept in (True, False):
+        assert bench_held.held_bytes(partial(step, kept=kept), nn.Identity(), (1000, 64)) == kept * 1000 * 64 * 4
 
 
 def test_what_we_hold_between_i_and_w_is_what_the_weights_need() -> None:
@@ -182,19 +177,13 @@ def test_what_we_hold_between_i_and_w_is_what_the_weights_need() -> None:
 
 
 def test_the_help_names_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
-    with pytest.raises(SystemExit):
-        bench_main.main()
-    text = capsys.readouterr().out
-    for name, part in bench_main.PARTS.items():
-        assert f"  {name:2}  {part.title}" in text
-
-
-def test_a_part_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "z"])
-    with pytest.raises(SystemExit, match="2"):
-        bench_main.main()
-    golden(capsys.readouterr().err, lines="error: ")
+    for word, status in (("--help", "0"), ("z", "2")):
+        monkeypatch.setattr(sys, "argv", ["bench", word])
+        with pytest.raises(SystemExit, match=status):
+            bench_main.main()
+    said = capsys.readouterr()
+    assert all(f"  {name:2}  {part.title}" in said.out for name, part in bench_main.PARTS.items())
+    golden(said.err, lines="error: ")
 
 
 def test_ranks_that_take_what_is_simulated_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,25 +57,18 @@ def test_a_divisor_of_one_token_too_many_scales_everything() -> None:
         assert error(wrong[site] * (tokens + 1) / tokens, one.right[site]) < 1e-12
 
 
-def test_a_layer_norm_that_misses_a_microbatch_is_wrong_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "sites"),
+    [("LayerNorm drop", 2 * COUNT, {(0, "blocks.0.norm.weight"), (0, "blocks.0.norm.bias")}), ("drop", COUNT, None)],
+)
+def test_a_lost_microbatch_is_missing_where_it_is_said(name: str, count: int, sites: set[Site] | None) -> None:
     one = step("mlp")
-    variants = list(ALONE["LayerNorm drop"].totals(one))
-    assert len(variants) == 2 * COUNT
-    sites = {(0, "blocks.0.norm.weight"), (0, "blocks.0.norm.bias")}
-    assert changed(variants[1], one.right) == sites
-    for site in sites:
-        part = one.contributions[1].gradients[site]
-        assert error(variants[1][site] + part, one.right[site]) < 1e-12
-
-
-def test_a_lost_microbatch_is_missing_everywhere() -> None:
-    one = step("mlp")
-    variants = list(ALONE["drop"].totals(one))
-    assert len(variants) == COUNT
-    for microbatch, wrong in enumerate(variants):
-        for site in one.right:
-            part = one.contributions[microbatch].gradients[site]
-            assert error(wrong[site] + part, one.right[site]) < 1e-12
+    variants = list(ALONE[name].totals(one))
+    assert len(variants) == count
+    for microbatch, wrong in enumerate(variants[:COUNT]):
+        assert changed(wrong, one.right) == (sites or {*one.right})
+        for site in sites or one.right:
+            assert error(wrong[site] + one.contributions[microbatch].gradients[site], one.right[site]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["boundary bf16", "sum bf16"])

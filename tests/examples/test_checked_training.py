@@ -1,6 +1,7 @@
 """A training script under torchrun, one step of which is checked: right, wrong, and what cannot be judged.
 
-A guide shows one of them. Here each number of ranks is started once, and runs all scripts in turn.
+A guide shows one of them. Here the ranks are started once, and run all of them in turn.
+tests/validation/explain/rules/test_rules_shared.py has replicas and copies of one weight.
 """
 
 import json
@@ -17,34 +18,14 @@ from tests.support.guides import shown
 from tests.support.once import once
 
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
-REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
 
 RECORD, LATER = ("--record", "x"), ("--fault", "dropped", "--fault-from", "2")
-TRAINING = {  # on two ranks
+TRAINING = {
     "beside the model": ("--check-at", "1", "2", *LATER),
     "record": (*RECORD, "--check-at", "0", "1", "--steps", "2"),
     "undivided": (*RECORD, "--check-at", "0", "--steps", "1", "--fault", "undivided"),
     "dropped": (*RECORD, "--check-at", "0", "--steps", "1", "--fault", "dropped"),
 }
-REPLICATED = {  # on four
-    "plain": ("--model", "plain"),
-    "tied": ("--model", "tied"),
-    "unreduced": ("--fault", "unreduced"),
-    "one": ("--fault", "one"),
-    "untied": ("--model", "tied", "--fault", "untied"),
-    "plain record": ("--model", "plain", "--record", "plain"),
-    "tied record": ("--model", "tied", "--record", "tied"),
-    "all given": ("--given", "all"),
-    "total": ("--fault", "total"),
-}
-
-
-JOBS = {  # of each script: on how many ranks, its records with the options that write them, and its runs
-    "training": (SCRIPT, 2, {"x": ()}, TRAINING),
-    "replicated": (REPLICAS, 4, {model: ("--model", model) for model in ("plain", "tied")}, REPLICATED),
-}
-
-
 Ended = tuple[set[int], list[str]]  # the statuses of a script's ranks, and what was said of each step that was checked
 
 
@@ -55,23 +36,20 @@ def compared(verdict: str) -> dict[str, int]:
 
 @pytest.fixture
 def ended(torchrun: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """How a run ended; the first of its job that is asked for starts all of them."""
+    """How a run ended; the first that is asked for starts all of them."""
 
     def find(run: str) -> Ended:
-        script, ranks, records, runs = JOBS[job := "training" if run in TRAINING else "replicated"]
-
-        def work() -> list[object]:
-            folder = tmp_path_factory.mktemp(job)
-            for record, options in records.items():
-                assert in_turn.as_main(script, *options, "--write", str(folder / record)) == (0, "")
-            given = json.dumps([(script, *options) for options in runs.values()])
-            done = torchrun(folder, in_turn.__file__, given, str(folder), ranks=ranks)
-            assert done.returncode == 0, done.stdout
-            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-        of_ranks = [one[[*runs].index(run)] for one in once(tmp_path_factory, job, work)]
+        of_ranks = [one[[*TRAINING].index(run)] for one in once(tmp_path_factory, "training", work)]
         output = "".join(said for _, said in of_ranks)
         return {status for status, _ in of_ranks}, re.split(r"(?m)^(?=PASS|FAIL|UNKNOWN)", output)[1:]
+
+    def work() -> list[object]:
+        folder = tmp_path_factory.mktemp("training")
+        assert in_turn.as_main(SCRIPT, "--write", str(folder / "x")) == (0, "")
+        given = json.dumps([(SCRIPT, *options) for options in TRAINING.values()])
+        done = torchrun(folder, in_turn.__file__, given, str(folder), ranks=2)
+        assert done.returncode == 0, done.stdout
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
     return find
 
@@ -102,50 +80,3 @@ def test_a_record_names_what_its_sums_tell_and_no_more(ended: Callable[[str], En
         statuses, (wrong,) = ended(fault)
         assert statuses == {1}
         assert re.search(words, wrong), wrong
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model", ["plain", "tied"])
-def test_replicas_and_copies_that_are_right_pass(ended: Callable[[str], Ended], model: str) -> None:
-    statuses, (verdict,) = ended(model)
-    assert statuses == {0}
-    assert verdict.startswith("PASS"), verdict
-    assert compared(verdict)["loss"] == 4, "each replica's own two"
-    assert compared(verdict)["gradient"] in (8, 16), "on every rank that has them"
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (
-            "unreduced",
-            "cause     not-reduced: .*\n +stage 0: rank 0 lacks microbatches 2, 3; rank 1 lacks",
-        ),
-        (
-            "one",
-            "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: rank 0 lacks microbatches 2, 3; rank 1 lacks",
-        ),
-        ("untied", "cause     tied-not-summed: .*\n +parameter first.weight: ranks 0, 1"),
-    ],
-)
-def test_replicas_and_copies_that_were_not_summed_are_named(
-    ended: Callable[[str], Ended], fault: str, words: str
-) -> None:
-    statuses, (verdict,) = ended(fault)
-    assert statuses == {1}
-    assert verdict.startswith("FAIL gradient ("), verdict
-    assert re.search(words, verdict), verdict
-
-
-@pytest.mark.sweep
-def test_replicas_against_a_record_and_what_nobody_said(ended: Callable[[str], Ended]) -> None:
-    for run, status, words in (
-        ("plain record", 0, "PASS 68 comparisons"),
-        ("tied record", 3, "UNKNOWN parameters-once: first.weight is in 2 sta"),
-    ):
-        statuses, (verdict,) = ended(run)
-        assert (statuses, verdict[: len(words)]) == ({status}, words), verdict
-    for run in ("total", "all given"):
-        statuses, (verdict,) = ended(run)
-        assert statuses == {3}
-        golden(verdict, lines=r"^UNKNOWN| pass +\S+,")

@@ -21,6 +21,7 @@ from tests.support.primitives import Step, is_caught, planted
 from tests.support.sweeps import some
 
 STACKS = {
+    "cp": Stack.parse(smallest_stack("cp")),
     "recompute": Stack({}, ("recompute",), dropout=0.2),
     "pp, recompute": Stack({"pp": 2}, ("recompute",), dropout=0.2),
     "reentrant": Stack({}, ("recompute-reentrant",), dropout=0.2),
@@ -71,6 +72,15 @@ def mask_of_places(right: Step) -> Step:
         return right(torch.arange(first, first + len(at)), torch.arange(len(every)))
 
     return visible
+
+
+def gathered_by_torch(right: Step) -> Step:
+    """Its backward is wrong under gloo where a gradient is not contiguous, as these are (torch 2.13)."""
+    from torch.distributed.nn.functional import all_gather
+
+    return lambda part, group, dim: (
+        torch.cat(all_gather(part.contiguous()), dim) if dim > 1 else right(part, group, dim)
+    )
 
 
 def of_torch(right: Step, *, early: bool = False) -> Step:
@@ -176,6 +186,7 @@ FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and w
     ),
     "gradients stay": ("ring", "ring.pass_on", gradients_stay, "", "first goes wrong at 2.attention.values"),
     "gradients stay, of 4": ("ring of 4", "ring.pass_on", gradients_stay, "", "2.attention.values.weight (stage 0)"),
+    "torch's gather": ("cp", "context.gather", gathered_by_torch, "", "unknown: the evidence does not decide"),
     "own number": (  # each loss is divided by how many microbatches its own replica has
         "uneven ddp", "stacked.divisor_of", lambda right: lambda count, parts: count, "unequal-weights",
         "they have 2, 1 microbatches",
@@ -204,6 +215,7 @@ SIMILAR = (  # to others
     "gathered one way",
     "torch's, by an early import",
     "bias on each rank",
+    "torch's gather",
     *("own number", "own number, in a pipeline", "joined", "parameters that may be unused"),
 )
 

@@ -5,9 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
-import hand_written_1f1b
 import interleaved_loop
 import pytest
 import torch.distributed as dist
@@ -18,11 +16,11 @@ from torch import Tensor, nn
 from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
-from tests.support.golden import golden
+from tests.examples.my_pipeline import OneFOneB, loss_fn
+from tests.support.racy_1f1b import ONE_BUFFER
 from tests.support.steps import blocks, pairs
 
 RANKS, WIDTH, COUNT = 4, 16, 8
-loss_fn = nn.functional.mse_loss
 Step = Callable[..., Any]
 
 
@@ -31,7 +29,7 @@ build_model, data = partial(blocks, 2 * RANKS, width=WIDTH), partial(pairs, COUN
 
 def hand_written(model: nn.Sequential, microbatches: list[Any], fault: str = "") -> Any:
     stage = watch(model[2 * dist.get_rank() : 2 * dist.get_rank() + 2])
-    return stage, hand_written_1f1b.OneFOneB(stage, microbatches, loss_fn, fault=fault).step()
+    return stage, (ONE_BUFFER if fault else OneFOneB)(stage, microbatches).step()
 
 
 def interleaved(model: nn.Sequential, microbatches: list[Any], fault: str = "") -> Any:
@@ -105,33 +103,3 @@ def test_integration_is_at_most_ten_lines(step: Step) -> None:
     body = [line for line in inspect.getsource(step).splitlines()[1:] if line.strip()]
     call = [line for line in inspect.getsource(judged).splitlines()[1:] if line.strip()]
     assert 0 < len(body) + len(call) <= 10, f"{len(body) + len(call)} lines"
-
-
-def unwatched(model: nn.Sequential, microbatches: list[Any]) -> Any:
-    with mock.patch.dict(interleaved.__globals__, watch=lambda module: module):
-        return interleaved(model, microbatches, fault="other-chunk")
-
-
-@pytest.mark.sweep
-def test_what_a_rank_took_for_its_other_chunk_is_a_wrong_pair_first(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, partial(interleaved, fault="other-chunk"))
-    assert [[cause.kind for cause in causes] for causes in verdict.alternatives] == [["wrong-message"]], str(verdict)
-    (cause,) = verdict.causes
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("mispaired", 1, 5, (2,))
-    golden(cause.detail)
-
-
-@pytest.mark.sweep
-def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, unwatched)
-    assert (verdict.outcome, verdict.causes) == ("fail", ()), str(verdict)
-    assert verdict.mismatches[0].stage == 5
-
-
-@pytest.mark.sweep
-def test_what_happened_at_several_stages_is_told_of_all(whitebox: WhiteBox) -> None:
-    cause = judged(whitebox, partial(hand_written, fault="one-buffer")).causes[0]
-    assert (cause.kind, cause.stages) == ("overwritten", (1, 2)), (
-        "all but the first, which receives nothing, and the last"
-    )
-    assert cause.place.startswith("stages 1, 2, ")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pipeproof
 from pipeproof.core.contract import Contract
@@ -69,21 +69,9 @@ def without_names(_: RankContext, layout: Layout) -> Verdict:
         return check.verdict  # type: ignore[no-any-return]
 
 
-class Whole(nn.Module):
-    """The model on one device, called as record_step calls it."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self._modules = (model := tiny_colossal.build(layout))._modules
-        self._model = [model]
-
-    def forward(self, words: Tensor, labels: Tensor) -> Any:
-        return self._model[0](words, labels)
-
-
 def expected(layout: Layout) -> Record:
     """The record of the same step on one device."""
-    model = Whole(layout).to(layout.dtype)
+    model = tiny_colossal.build(layout).to(layout.dtype)
     every = tiny_colossal.data_of(layout.microbatches * layout.dp)
     return pipeproof.record_step(
         model,

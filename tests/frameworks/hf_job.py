@@ -1,13 +1,14 @@
 """A job of transformers' Trainer on ranks of its own, in DDP where there are several: one step of it is checked."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -135,22 +136,30 @@ def nothing(stack: ExitStack) -> None:
     """What is wrong is in the trainer."""
 
 
-FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
-    "own-loss": (Job(), nothing, {"kind": OwnLoss}),
-    "clipped-early": (Job(), nothing, {"kind": ClippedEarly}),
-    "one-lost": (Job(), nothing, {"kind": OneLost}),
-    "not-cleared": (Job(), left_out(nn.Module, "zero_grad"), {}),
-    "gpt2-first-counted": (Job(model="gpt2"), nothing, {}),
-    "never-synchronised": (Job(ranks=2, checked=0), never_synchronised, {}),
-    "own-tokens": (Job(ranks=2), nothing, {"average_tokens_across_devices": False}),
-    "not-multiplied": (Job(ranks=2), not_multiplied, {}),
+class Wrong(NamedTuple):
+    """A fault in a job: it is planted, or of what the trainer is told."""
+
+    layout: Job = Job()
+    plant: Plant = nothing
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+FAULTS = {
+    "own-loss": Wrong(more={"kind": OwnLoss}),
+    "clipped-early": Wrong(more={"kind": ClippedEarly}),
+    "one-lost": Wrong(more={"kind": OneLost}),
+    "not-cleared": Wrong(plant=left_out(nn.Module, "zero_grad")),
+    "gpt2-first-counted": Wrong(Job(model="gpt2")),
+    "never-synchronised": Wrong(Job(ranks=2, checked=0), never_synchronised),
+    "own-tokens": Wrong(Job(ranks=2), more={"average_tokens_across_devices": False}),
+    "not-multiplied": Wrong(Job(ranks=2), not_multiplied),
 }
 
 
 @contextmanager
 def job_of(job: Job, fault: str = "") -> Iterator[jobs.Job]:
     """A trainer is what is made, which has its data."""
-    _, plant, more = FAULTS[fault] if fault else (job, nothing, {})
+    _, plant, more = FAULTS[fault] if fault else Wrong()
     with ExitStack() as stack:
         plant(stack)
         trainer = trainer_of(job, stack.enter_context(launched(job)), **more)

@@ -41,7 +41,7 @@ def test_the_line_says_what_differs_from_the_defaults() -> None:
         ("megatron r2 v1 m4 dp1 colour=red", "'colour=red' is no option: known are layers, seed, tied"),
         ("megatron r2 v1 m4 dp1 tied=yes", "'tied=yes' is no option"),
         ("megatron r2 v1 m4 dp1 group", "'group' is no option"),
-        ("megatron r2 v1 m4 dp1 layers=x", "'layers=x': expected a whole number behind the ="),
+        ("megatron r2 v1 m4 dp1 layers=x", "'layers=x' is no option: did you mean 'layers'?"),
         ("megatron r2 v1 m4 dp1 tied tied", "tied is said twice"),
         ("megatron r2 v1 m4 dp1 layers=5", "5 layers are left for 2 stages: each has to have as many"),
         ("megatron r1 v2 m4 dp1", "Megatron has virtual stages on 2 ranks and more"),

@@ -12,7 +12,6 @@ from pipeproof.commands import init
 from tests.support.guides import PAGES, blocks
 
 PAGE = "validation/guides/{}.md"
-OWN = Path(__file__).parent / "programs"  # what a user has: a model, and a step of it
 PACKAGES = {
     "megatron": "megatron.core",
     "deepspeed": "deepspeed",
@@ -26,14 +25,11 @@ COMMANDS = (["check_"], ["-m", "torch.distributed.run", "--nproc-per-node", "2",
 
 FILES = ("test_right.py", "test_wrong.py")
 WRONG = {  # what to put in place of what, in what init writes
-    "megatron": ("forward_step, microbatches, model)", "forward_step, microbatches[::-1], model)"),
+    "megatron": ("forward_step, microbatches, model,", "forward_step, microbatches[::-1], model,"),
     "deepspeed": ("num_stages=RANKS, loss_fn=loss_fn", "num_stages=RANKS, loss_fn=lambda *given: 2 * loss_fn(*given)"),
-    "torchtitan": ("for _, labels in microbatches]).sum()", "for _, labels in microbatches]).sum() * 2"),
-    "nanotron": ("observed.data_iterator, count, None)", "observed.data_iterator, count // 2, None)"),
-    "colossalai": (
-        "observed.data_iterator, boosted, criterion,",
-        "observed.data_iterator, boosted, lambda *x: 2 * criterion(*x),",
-    ),
+    "torchtitan": ("(labels != IGNORE_INDEX).sum()", "2 * (labels != IGNORE_INDEX).sum()"),
+    "nanotron": ("data_iterator, count, None)", "data_iterator, count // 2, None)"),
+    "colossalai": ("iterator, boosted, criterion,", "iterator, boosted, lambda *x: 2 * criterion(*x),"),
     "transformers": ("loss_fn=loss_fn, scale_grads=False)", "loss_fn=loss_fn)"),
 }
 
@@ -50,8 +46,7 @@ def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path
     programs = [block for block in blocks("py") if block.page == page]
     for block in programs:
         (tmp_path / block.file).write_text(block.text)
-    for own in OWN.glob("my_*.py"):
-        (tmp_path / own.name).write_text(own.read_text())
+    (tmp_path / f"my_{framework}.py").write_text(init.text(framework))
     shown = [block.text for block in blocks("text") if block.page == page]
     assert len(shown) == len(programs) == len(COMMANDS)
     for command, text in zip(COMMANDS, shown, strict=False):

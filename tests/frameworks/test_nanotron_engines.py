@@ -1,4 +1,4 @@
-"""Nanotron's engines themselves under pipeproof: right layouts pass, planted faults are caught, named and located.
+"""Nanotron's engines themselves under pipeproof, in validations and in running jobs: faults are named.
 
 ``ci/frameworks`` runs this in an environment that has nanotron; elsewhere it is skipped.
 """
@@ -8,67 +8,78 @@ import pytest
 pytest.importorskip("nanotron", reason="nanotron is not installed: ci/frameworks installs it from NANOTRON, a checkout")
 
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pipeproof
+from pipeproof import World
+from pipeproof.records.compare import compare
+from pipeproof.records.record_file import read
 from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.adapters.nanotron import Nanotron
-from tests.frameworks import nanotron_faults
+from tests.frameworks import llama_job, shared
 from tests.frameworks.fault import named, passed
-from tests.frameworks.nanotron_faults import FAULTS
+from tests.frameworks.jobs import recorded
+from tests.frameworks.llama_job import job_of
+from tests.frameworks.nanotron_faults import FAULTS as FAULTS
+from tests.frameworks.nanotron_faults import SUMS, TIED
+from tests.frameworks.nanotron_faults import step as step
 from tests.frameworks.tiny_llama import Layout, Trainer, judged
 
 pytestmark = pytest.mark.pipeproof_ranks
 
-BITWISE = {
-    "1f1b": (Layout(clip=None), 4),
-    "afab": (Layout(engine="afab", clip=None), 4),
-    "one-stage": (Layout(pp=1, clip=None), 4),
-    "four-ranks": (Layout(pp=4, clip=None), 8),
-    "four-ranks-afab": (Layout(pp=4, engine="afab", clip=None), 4),
-    "few-microbatches": (Layout(pp=4, clip=None), 3),
-    "recompute-z-loss": (Layout(recompute=True, z_loss=True, clip=None), 3),
-    "bf16": (Layout(bf16=True, clip=None), 4),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "bitwise": {
+        "1f1b": Layout(clip=None),
+        "afab": Layout(engine="afab", clip=None),
+        "one-stage": Layout(pp=1, clip=None),
+        "four-ranks": (Layout(pp=4, clip=None), 8),
+        "four-ranks-afab": Layout(pp=4, engine="afab", clip=None),
+        "few-microbatches": (Layout(pp=4, clip=None), 3),
+        "recompute-z-loss": (Layout(recompute=True, z_loss=True, clip=None), 3),
+        "bf16": Layout(bf16=True, clip=None),
+    },
+    # Not to the bit: norms are of other partial sums; shares of tied copies or of replicas are added in another order.
+    "fp32": {
+        "clipped": Layout(),
+        "tied": Layout(tied=True),
+        "tied-four-ranks-afab": (Layout(pp=4, engine="afab", tied=True), 8),
+        "tied-one-stage": Layout(pp=1, tied=True),
+        "replicas": Layout(dp=2, ddp=False),
+        "replicas-ddp": Layout(dp=2),
+        "replicas-ddp-afab-tied": Layout(dp=2, engine="afab", tied=True),
+        "zero-1": Layout(dp=2, zero=1),
+    },
+    "bf16": {
+        "summed-in-fp32": SUMS,
+        "summed-in-fp32-tied": replace(SUMS, tied=True),
+        "summed-in-fp32-replicas-ddp": replace(SUMS, dp=2),
+        "summed-in-fp32-zero-1-tied": replace(SUMS, dp=2, ddp=False, zero=1, tied=True),
+    },
 }
-# Not to the bit: norms are of other partial sums, and shares of tied copies or of replicas are added in another order.
-FP32 = {
-    "clipped": (Layout(), 4),
-    "tied": (Layout(tied=True), 4),
-    "tied-four-ranks-afab": (Layout(pp=4, engine="afab", tied=True), 8),
-    "tied-one-stage": (Layout(pp=1, tied=True), 4),
-    "replicas": (Layout(dp=2, ddp=False), 4),
-    "replicas-ddp": (Layout(dp=2), 4),
-    "replicas-ddp-afab-tied": (Layout(dp=2, engine="afab", tied=True), 4),
-    "zero-1": (Layout(dp=2, zero=1), 4),
+LAWS = {"grad-norm": lambda layout: layout.clip is not None}
+RIGHT = {
+    "1f1b": (Layout(), "fp32"),
+    "afab-tied": (Layout(engine="afab", tied=True), "fp32"),
+    "summed-in-fp32": (SUMS, "bf16"),
+    "replicas-ddp-tied-zero-1": (Layout(dp=2, zero=1, tied=True), "fp32"),
+    "unclipped": (Layout(clip=None), "bitwise"),
 }
-SUMS = Layout(bf16=True, fp32_sums=True)
-BF16 = {
-    "summed-in-fp32": (SUMS, 4),
-    "summed-in-fp32-tied": (replace(SUMS, tied=True), 4),
-    "summed-in-fp32-replicas-ddp": (replace(SUMS, dp=2), 4),
-    "summed-in-fp32-zero-1-tied": (replace(SUMS, dp=2, ddp=False, zero=1, tied=True), 4),
+NAMED = {  # what the step's numbers alone tell: no messages between stages are observed
+    "not-divided": ("scale", "everywhere"),
+    "tied-not-synced": ("tied-not-summed", *TIED),
+    "tied-averaged": ("scale", *TIED),
+    "replicas-not-synced": ("not-reduced", "stage 0"),
+    "replicas-summed": ("scale", "everywhere"),
+    "norm-of-one-stage": ("norm", "everywhere"),
+    "norm-counts-copies": ("norm", "everywhere"),
+    "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
+    "half-kept": ("doubled", "microbatches 0, 1, 2"),
 }
-TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
-
-
-@pytest.mark.parametrize("name", TIERS)
-def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
-    layout, microbatches = (BITWISE | FP32 | BF16)[name]
-    verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
-    assert verdict.outcome == "pass", str(verdict)
-    assert verdict.tier == TIERS[name]
-    assert passed(verdict) >= {"gradient", "loss", "boundaries"}
-    assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
-    fault = FAULTS[name]
-    verdict = judged(fault.layout, own_step=partial(nanotron_faults.step, name), whitebox=whitebox)
-    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
+test_a_right_layout_passes, test_a_fault_is_named = shared.OF_ENGINES
+test_a_right_step_passes, test_a_fault_in_a_job_is_named = shared.OF_JOBS
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -138,3 +149,29 @@ def test_another_number_of_microbatches_than_the_trainer_takes_is_said(whitebox:
 def fewer_microbatches(layout: Layout, model: Any, microbatches: list[Any]) -> None:
     with pipeproof.nanotron.observe(Trainer(layout, len(microbatches) - 1), microbatches, model):
         raise AssertionError("it is said before")
+
+
+def test_what_afab_keeps_of_a_step_that_raised_is_found_in_the_next(world: World) -> None:
+    """Nothing is planted: nanotron's queues are of the class, and outlive a step."""
+    for verdict in world.run(llama_job.tried_again, Layout(engine="afab"), ranks=2):
+        assert named(verdict) == ("fail", [("doubled", "microbatches 0, 1")]), str(verdict)
+
+
+def test_gradients_that_were_not_cleared_are_found_in_the_next_step(world: World) -> None:
+    for verdict in world.run(llama_job.not_cleared, SUMS, ranks=2):
+        assert verdict.outcome == "fail", str(verdict)
+        assert [cause.kind for cause in verdict.causes] == ["stale-gradient"], str(verdict)
+
+
+def test_what_is_no_trainer_is_said_and_the_job_goes_on(world: World) -> None:
+    for said, trained in world.run(llama_job.refused, Layout(), ranks=2):
+        assert "the trainer is a str without model: expected nanotron's DistributedTrainer" in said
+        assert trained
+
+
+def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in ("1f1b", "afab")]
+    for path in paths:
+        world.run(recorded, job_of, Layout(engine=path.stem), str(path), ranks=2)
+    verdict = compare(*map(read, map(str, paths)))
+    assert verdict.outcome == "pass", str(verdict)

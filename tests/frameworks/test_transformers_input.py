@@ -4,7 +4,6 @@
 """
 
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,16 +74,6 @@ def test_microbatches_of_another_kind_are_said(microbatch: Any, sentence: str) -
 def test_models_that_are_not_covered_are_said(model: Any, sentence: str) -> None:
     with pytest.raises(AdapterError, match=sentence):
         whole_of(model, (), "tokens").build()
-
-
-@pytest.mark.parametrize("version", ["4.57.6", None])
-def test_without_a_known_version_a_sentence_says_so(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = ModuleType("transformers")
-    package.__version__ = version  # type: ignore[attr-defined]  # as transformers has it
-    monkeypatch.setitem(sys.modules, "transformers", package if version else None)
-    sentence = f"^transformers is {version}: this pipeproof knows 5" if version else "^transformers is not installed"
-    with pytest.raises(AdapterError, match=sentence):
-        transformers.validate(len, reference=len, microbatches=[ONE], ranks=2)
 
 
 def test_a_reference_that_is_no_function_is_said() -> None:

@@ -8,55 +8,48 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: ci/frameworks installs it")
 
 from functools import partial
+from typing import Any
 
 from pipeproof.whitebox import WhiteBox
-from tests.frameworks import transformers_faults
-from tests.frameworks.fault import named, passed
+from tests.frameworks import shared
 from tests.frameworks.tiny_hf import Layout, judged
-from tests.frameworks.transformers_faults import FAULTS, UNNAMED
+from tests.frameworks.transformers_faults import FAULTS as FAULTS
+from tests.frameworks.transformers_faults import UNNAMED, step
 
 pytestmark = pytest.mark.pipeproof_ranks
 
-BITWISE = {
-    "llama": Layout(),
-    "llama-four-ranks-tied": Layout(pp=4, tied=True),
-    "llama-masked": Layout(rows="masked"),
-    "llama-packed": Layout(rows="packed"),
-    "llama-mean": Layout(loss="mean"),
-    "llama-recompute": Layout(recompute=True),
-    "llama-interleaved": Layout(schedule="Interleaved1F1B", virtual=2),
-    "llama-zb-v": Layout(schedule="ZBVZeroBubble", virtual=2),
-    "gpt2-tied": Layout(model="gpt2", tied=True),
-    "qwen2": Layout(model="qwen2"),
-    "gemma2-tied": Layout(model="gemma2", tied=True, attention="eager"),
-    "granite": Layout(model="granite"),
-    "mixtral": Layout(model="mixtral"),
-    "own-tied": Layout(own=True, tied=True),
-    "own-clipped": Layout(own=True, clipped=True),
-    "own-interleaved-masked": Layout(own=True, schedule="interleaved", virtual=2, rows="masked"),
-    "own-zb-h1-mean": Layout(own=True, schedule="zb-h1", loss="mean"),
-    "bf16-tied": Layout(dtype="bfloat16", tied=True),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "bitwise": {
+        "llama": Layout(),
+        "llama-four-ranks-tied": Layout(pp=4, tied=True),
+        "llama-masked": Layout(rows="masked"),
+        "llama-packed": Layout(rows="packed"),
+        "llama-mean": Layout(loss="mean"),
+        "llama-recompute": Layout(recompute=True),
+        "llama-interleaved": Layout(schedule="Interleaved1F1B", virtual=2),
+        "llama-zb-v": Layout(schedule="ZBVZeroBubble", virtual=2),
+        "gpt2-tied": Layout(model="gpt2", tied=True),
+        "qwen2": Layout(model="qwen2"),
+        "gemma2-tied": Layout(model="gemma2", tied=True, attention="eager"),
+        "granite": Layout(model="granite"),
+        "mixtral": Layout(model="mixtral"),
+        "own-tied": Layout(own=True, tied=True),
+        "own-clipped": Layout(own=True, clipped=True),
+        "own-interleaved-masked": Layout(own=True, schedule="interleaved", virtual=2, rows="masked"),
+        "own-zb-h1-mean": Layout(own=True, schedule="zb-h1", loss="mean"),
+        "bf16-tied": Layout(dtype="bfloat16", tied=True),
+    },
+    # Not to the bit: norms are of other partial sums; replicas add in another order.
+    "fp32": {"clipped": Layout(clipped=True), "replicas": Layout(dp=2)},
 }
-# Not to the bit: norms are of other partial sums; replicas add in another order.
-FP32 = {"clipped": Layout(clipped=True), "replicas": Layout(dp=2)}
 
 
-@pytest.mark.parametrize("name", BITWISE | FP32)
-def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
-    layout = (BITWISE | FP32)[name]
-    verdict = judged(layout, microbatches=4 * layout.dp, whitebox=whitebox)
-    assert verdict.outcome == "pass", str(verdict)
-    assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
-    assert passed(verdict) >= {"gradient", "loss", "boundaries", "initial-weights", "microbatches"}
-    assert ("grad-norm" in passed(verdict)) == (layout.clipped or layout.own)
-    assert ("tied-copies" in passed(verdict)) == layout.tied
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
-    fault = FAULTS[name]
-    verdict = judged(fault.layout, own_step=partial(transformers_faults.step, name), whitebox=whitebox)
-    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
+LAWS = {
+    **dict.fromkeys(("initial-weights", "microbatches"), lambda _: True),
+    "grad-norm": lambda layout: layout.clipped or layout.own,
+    "tied-copies": lambda layout: layout.tied,
+}
+test_a_right_layout_passes, test_a_fault_is_named = shared.OF_ENGINES
 
 
 @pytest.mark.parametrize("name", UNNAMED)
@@ -64,14 +57,14 @@ def test_a_stage_whose_output_is_like_nothing_is_caught_and_located_without_a_na
     name: str, whitebox: WhiteBox
 ) -> None:
     _, layout = UNNAMED[name]
-    verdict = judged(layout, own_step=partial(transformers_faults.step, name), whitebox=whitebox)
+    verdict = judged(layout, own_step=partial(step, name), whitebox=whitebox)
     assert (verdict.outcome, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
     assert "rank 1, stage 1" in verdict.details
 
 
 def test_tokens_of_one_replica_alone_are_caught_at_every_microbatch(whitebox: WhiteBox) -> None:
-    own_step = partial(transformers_faults.step, "own-tokens")
-    verdict = judged(Layout(dp=2), own_step=own_step, microbatches=8, whitebox=whitebox)
+    own_step = partial(step, "own-tokens")
+    verdict = judged(Layout(dp=2), own_step=own_step, whitebox=whitebox)
     assert verdict.outcome == "fail", str(verdict)
     assert {cause.kind for cause in verdict.causes} <= {"scale", "unequal-weights"}
     assert verdict.causes

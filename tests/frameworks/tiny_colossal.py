@@ -41,8 +41,8 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Those of each replica in which a fault is to show: more of them round too coarsely in bf16."""
-        return 2 if self.bf16 else 4
+        """Those of each replica: shares of replicas round more of them too coarsely, where each has a part in bf16."""
+        return 2 if self.zero and self.dp > 1 else 4
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -196,13 +196,13 @@ def data_of(microbatches: int) -> list[dict[str, Tensor]]:
 
 
 def judged(
-    layout: Layout, *, microbatches: int = 4, own_step: Any = step, dtype: Any = "", whitebox: Any = None
+    layout: Layout, *, microbatches: int = 0, own_step: Any = step, dtype: Any = "", whitebox: Any = None
 ) -> Any:
     return pipeproof.colossalai.validate(
         partial(own_step, layout),
         reference=partial(build, layout),
         criterion=criterion,
-        microbatches=data_of(microbatches * layout.dp),
+        microbatches=data_of((microbatches or layout.microbatches) * layout.dp),
         ranks=layout.ranks,
         dtype=layout.dtype if dtype == "" else dtype,
         whitebox=whitebox,

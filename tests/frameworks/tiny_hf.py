@@ -226,7 +226,7 @@ def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, white
     return transformers.validate(
         partial(own_step, layout),
         reference=partial(build, layout),
-        microbatches=data_of(layout, microbatches),
+        microbatches=data_of(layout, microbatches * layout.dp),
         ranks=layout.ranks,
         loss=layout.loss,
         whitebox=whitebox,

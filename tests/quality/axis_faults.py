@@ -4,7 +4,7 @@ Those of experts and of parts of sequences are here.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -97,44 +97,42 @@ def all_in_reverse(right: Any, part: Tensor, group: Any, dim: int) -> Tensor:
     return torch.cat(right(part, group, dim).chunk(dist.get_world_size(group), dim)[::-1], dim)
 
 
-OF_EXPERTS: Mapping[str, Sequence[Plant]] = {
-    "experts times ranks": (finished("ep", times(0, experts.is_expert)),),
-    "experts averaged": (finished("ep", times(-1, experts.is_expert)),),
-    "experts reduced as replicas": (finished("ep", summed(experts.is_expert)),),
-    "router not reduced": (in_part("ep", finish=unless(having("router"))),),
-    "norms not reduced": (in_part("ep", finish=unless(having("norm"))),),
-    "shared expert not reduced": (in_part("ep", finish=unless(having("shared"))),),
-    "sent back in another order": (wrapped(experts, "in_order", lambda right, rows, order: rows[order]),),
-    "last experts first": (wrapped(experts, "compute", last_experts_first),),
-    "half the capacity": (wrapped(layers, "fits_capacity", half_the_capacity),),
-    "no gradient from experts": (wrapped(experts, "visit_experts", without_gradient_back),),
-    "auxiliary gradient times ranks": (
-        wrapped(layers, "balance", lambda right, *given: Times.apply(right(*given), 2.0)),
-    ),
-    "auxiliary loss times ranks": (wrapped(layers, "balance", lambda right, *given: right(*given) * 2.0),),
-    "parts not reduced": (in_part("cp", finish=unless(every)),),
-    "positions not reduced": (in_part("cp", finish=unless(having("positions"))),),
-    "mean over parts": (finished("cp", times(-1)),),
-    "parts reduced twice": (finished("cp", summed()),),
-    "keys' gradients not reduced": (wrapped(collectives, "sum_over", lambda right, gradient, group: gradient),),
-    "positions of rank 0": (in_part("cp", apply=positions_of_rank_0),),
-    "mask of the neighbour": (wrapped(context, "attend_to_all", mask_of_neighbour),),
-    "keys in reverse": (wrapped(context, "gather", keys_in_reverse),),
-    "targets of the neighbour": (in_part("cp", share=targets_of_neighbour),),
-    "losses of its own part": (wrapped(stacked, "whole", lambda right, losses, parts: list(losses)),),
-    "first stage's parts not reduced": (in_part("cp", finish=unless(on(every, 0, 1))),),
+OF_EXPERTS: Mapping[str, Plant] = {
+    "experts times ranks": finished("ep", times(0, experts.is_expert)),
+    "experts averaged": finished("ep", times(-1, experts.is_expert)),
+    "experts reduced as replicas": finished("ep", summed(experts.is_expert)),
+    "router not reduced": in_part("ep", finish=unless(having("router"))),
+    "norms not reduced": in_part("ep", finish=unless(having("norm"))),
+    "shared expert not reduced": in_part("ep", finish=unless(having("shared"))),
+    "sent back in another order": wrapped(experts, "in_order", lambda right, rows, order: rows[order]),
+    "last experts first": wrapped(experts, "compute", last_experts_first),
+    "half the capacity": wrapped(layers, "fits_capacity", half_the_capacity),
+    "no gradient from experts": wrapped(experts, "visit_experts", without_gradient_back),
+    "auxiliary gradient times ranks": wrapped(layers, "balance", lambda right, *given: Times.apply(right(*given), 2.0)),
+    "auxiliary loss times ranks": wrapped(layers, "balance", lambda right, *given: right(*given) * 2.0),
+    "parts not reduced": in_part("cp", finish=unless(every)),
+    "positions not reduced": in_part("cp", finish=unless(having("positions"))),
+    "mean over parts": finished("cp", times(-1)),
+    "parts reduced twice": finished("cp", summed()),
+    "keys' gradients not reduced": wrapped(collectives, "sum_over", lambda right, gradient, group: gradient),
+    "positions of rank 0": in_part("cp", apply=positions_of_rank_0),
+    "mask of the neighbour": wrapped(context, "attend_to_all", mask_of_neighbour),
+    "keys in reverse": wrapped(context, "gather", keys_in_reverse),
+    "targets of the neighbour": in_part("cp", share=targets_of_neighbour),
+    "losses of its own part": wrapped(stacked, "whole", lambda right, losses, parts: list(losses)),
+    "first stage's parts not reduced": in_part("cp", finish=unless(on(every, 0, 1))),
 }
 
-OF_EXPERTS_SOUND: Mapping[str, Sequence[Plant]] = {
-    "experts: one buffer, in reverse": (in_part("ep", finish=in_one_buffer(lambda name: not experts.is_expert(name))),),
-    "parts: one buffer, in reverse": (in_part("cp", finish=in_one_buffer(every)),),
-    "zig-zag parts": (wrapped(context, "places", lambda right, mesh, zigzag: right(mesh, zigzag=True)),),
-    "keys in reverse, with their positions": (wrapped(context, "gather", all_in_reverse),),
+OF_EXPERTS_SOUND: Mapping[str, Plant] = {
+    "experts: one buffer, in reverse": in_part("ep", finish=in_one_buffer(lambda name: not experts.is_expert(name))),
+    "parts: one buffer, in reverse": in_part("cp", finish=in_one_buffer(every)),
+    "zig-zag parts": wrapped(context, "places", lambda right, mesh, zigzag: right(mesh, zigzag=True)),
+    "keys in reverse, with their positions": wrapped(context, "gather", all_in_reverse),
 }
 
-SOUND: Mapping[str, Sequence[Plant]] = {**axis_shards.SOUND, **OF_EXPERTS_SOUND, **SOUND_NORMS}
-PLANTS: Mapping[str, Sequence[Plant]] = {
-    "": (),
+SOUND: Mapping[str, Plant] = {**axis_shards.SOUND, **OF_EXPERTS_SOUND, **SOUND_NORMS}
+PLANTS: Mapping[str, Plant] = {
+    "": nullcontext,
     **SOUND,
     **axis_shards.FAULTS,
     **OF_EXPERTS,
@@ -147,6 +145,5 @@ def step(model: Any, microbatches: Sequence[Any], *, stack: Stack, fault: str, w
     with ExitStack() as planted:
         if not watched:
             planted.enter_context(patch.object(stacked, "watch", lambda module: module))
-        for plant in PLANTS[fault]:
-            planted.enter_context(plant())
+        planted.enter_context(PLANTS[fault]())
         return run(model, microbatches, stack=stack)

@@ -210,14 +210,14 @@ def by_ranks(right: Any, stages: Sequence[nn.Module], mesh: DeviceMesh, in_parts
     return float(own.sqrt())
 
 
-NORMS: Mapping[str, Sequence[Plant]] = {
-    "norm over the world": (other_norm(copies=as_if_of(1.0)),),
-    "norm of each rank, twice": (other_norm(copies=as_if_of(0.25), alone=True),),
-    "norm of each rank": (other_norm(copies=as_if_of(1.0), alone=True),),
-    "norm without experts": (other_norm(chosen=lambda name: not experts.is_expert(name)),),
-    "norm counts copies along tp": (other_norm(copies=held_by_lines("tp")),),
-    "norm takes shards for copies": (other_norm(copies=lambda name, gradient, mesh: float(dist.get_world_size())),),
+NORMS: Mapping[str, Plant] = {
+    "norm over the world": other_norm(copies=as_if_of(1.0)),
+    "norm of each rank, twice": other_norm(copies=as_if_of(0.25), alone=True),
+    "norm of each rank": other_norm(copies=as_if_of(1.0), alone=True),
+    "norm without experts": other_norm(chosen=lambda name: not experts.is_expert(name)),
+    "norm counts copies along tp": other_norm(copies=held_by_lines("tp")),
+    "norm takes shards for copies": other_norm(copies=lambda name, gradient, mesh: float(dist.get_world_size())),
 }
-SOUND_NORMS: Mapping[str, Sequence[Plant]] = {
-    "norm of ranks' norms": (wrapped(stacked, "norm_of", by_ranks),),
+SOUND_NORMS: Mapping[str, Plant] = {
+    "norm of ranks' norms": wrapped(stacked, "norm_of", by_ranks),
 }

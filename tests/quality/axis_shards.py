@@ -1,6 +1,6 @@
 """Data, tensor and sequence parallelism, and shards: faults, and what is as right."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -237,66 +237,64 @@ def sums_of_partial(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 IN_BLOCK = "of_block"
-FAULTS: Mapping[str, Sequence[Plant]] = {
-    "never reduced": (in_part("ddp", sync=lambda right, module, last: module.no_sync()),),
-    "never reduced by hand": (in_part("ddp", finish=unless(every)),),
-    "reduced before the last microbatch": (in_part("ddp", sync=in_all_but_last),),
-    "sum over replicas": (applied("ddp", hooked(reduced_by(1.0))),),
-    "divided by replicas twice": (applied("ddp", hooked(reduced_by(4.0))),),
-    "mean summed again": (finished("ddp", summed()),),
-    "one weight ignored": (in_part("ddp", apply=ignored("1.feedforward.up.weight")),),
-    "same data for all": (in_part("ddp", share=same_along()),),
-    "same data in all shards": (in_part("zero-3", share=same_along()),),
-    "same data in all shards and copies": (in_part("hsdp", share=same_along("dp_shard", "dp_replicate")),),
-    "same data in the shards of a copy": (in_part("hsdp", share=same_along("dp_shard")),),
-    "one rank halves its shards": (finished("hsdp", times(0.5, on(every, 1))),),
-    "gradients of rank 0": (applied("ddp", hooked(of_rank_0)),),
-    "one replica counts twice": (wrapped(stacked, "accumulate", loss_of_one_replica_twice),),
-    "reduced in bf16": (applied("ddp", hooked(reduced_by(2.0, torch.bfloat16))),),
-    "sum of shards": (applied("zero-3", each_shard_divided_by(lambda mesh: 1.0)),),
-    "shards divided twice": (applied("zero-3", each_shard_divided_by(lambda mesh: 2.0 * mesh.size())),),
-    "shards never reduced": (in_part("zero-3", sync=never_reduced),),
-    "shards reduced before the last": (in_part("zero-3", sync=in_all_but_last),),
-    "shards exchanged": (finished("zero-3", neighbours_exchanged),),
-    "shards reduced in bf16": (wrapped(data_parallel, "fully_shard", reduced_in_bf16),),
-    "copies of shards not reduced": (in_part("hsdp", apply=lambda right, stage, mesh: right(stage, mesh["dp_shard"])),),
-    "copies of shards wait": (in_part("hsdp", sync=copies_apart),),
-    "one weight on one line of dp": (in_part("ddp", finish=unless(on(having("1.feedforward.up.weight"), 0, 2))),),
-    "first stage not reduced": (in_part("ddp", finish=unless(on(every, 0, 1, 2, 3))),),
-    "input gradients not reduced": (wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", Unreduced)),),
-    "queries' input gradients not reduced": (
-        wrapped(tensor_parallel, IN_BLOCK, for_style("attention.queries", Unreduced)),
+FAULTS: Mapping[str, Plant] = {
+    "never reduced": in_part("ddp", sync=lambda right, module, last: module.no_sync()),
+    "never reduced by hand": in_part("ddp", finish=unless(every)),
+    "reduced before the last microbatch": in_part("ddp", sync=in_all_but_last),
+    "sum over replicas": applied("ddp", hooked(reduced_by(1.0))),
+    "divided by replicas twice": applied("ddp", hooked(reduced_by(4.0))),
+    "mean summed again": finished("ddp", summed()),
+    "one weight ignored": in_part("ddp", apply=ignored("1.feedforward.up.weight")),
+    "same data for all": in_part("ddp", share=same_along()),
+    "same data in all shards": in_part("zero-3", share=same_along()),
+    "same data in all shards and copies": in_part("hsdp", share=same_along("dp_shard", "dp_replicate")),
+    "same data in the shards of a copy": in_part("hsdp", share=same_along("dp_shard")),
+    "one rank halves its shards": finished("hsdp", times(0.5, on(every, 1))),
+    "gradients of rank 0": applied("ddp", hooked(of_rank_0)),
+    "one replica counts twice": wrapped(stacked, "accumulate", loss_of_one_replica_twice),
+    "reduced in bf16": applied("ddp", hooked(reduced_by(2.0, torch.bfloat16))),
+    "sum of shards": applied("zero-3", each_shard_divided_by(lambda mesh: 1.0)),
+    "shards divided twice": applied("zero-3", each_shard_divided_by(lambda mesh: 2.0 * mesh.size())),
+    "shards never reduced": in_part("zero-3", sync=never_reduced),
+    "shards reduced before the last": in_part("zero-3", sync=in_all_but_last),
+    "shards exchanged": finished("zero-3", neighbours_exchanged),
+    "shards reduced in bf16": wrapped(data_parallel, "fully_shard", reduced_in_bf16),
+    "copies of shards not reduced": in_part("hsdp", apply=lambda right, stage, mesh: right(stage, mesh["dp_shard"])),
+    "copies of shards wait": in_part("hsdp", sync=copies_apart),
+    "one weight on one line of dp": in_part("ddp", finish=unless(on(having("1.feedforward.up.weight"), 0, 2))),
+    "first stage not reduced": in_part("ddp", finish=unless(on(every, 0, 1, 2, 3))),
+    "input gradients not reduced": wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", Unreduced)),
+    "queries' input gradients not reduced": wrapped(
+        tensor_parallel, IN_BLOCK, for_style("attention.queries", Unreduced)
     ),
-    "mean of input gradients": (wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", Averaged)),),
-    "outputs not reduced": (wrapped(RowwiseParallel, "_prepare_output_fn", unreduced_output),),
-    "outputs reduced twice": (output_as(lambda made, mod, mesh: made * mesh.size()),),
-    "bias of each rank": (output_as(with_bias_of_each),),
-    "norms reduced again": (finished("tp", summed(having("norm"))),),
-    "shards of a weight exchanged": (applied("tp", weights_of_neighbour),),
-    "all times tp": (finished("tp", times(0)),),
-    "norms in parts": (finished("sp", partial_sums_kept(having("norm"))),),
-    "norms averaged": (finished("sp", times(-1, having("norm"))),),
-    "gathered without reduction": (wrapped(PrepareModuleInput, "_prepare_input_fn", gathered_alone),),
-    "input gradients not reduced in the second stage": (
-        wrapped(tensor_parallel, IN_BLOCK, in_second_stage(for_style("feedforward.up", Unreduced))),
+    "mean of input gradients": wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", Averaged)),
+    "outputs not reduced": wrapped(RowwiseParallel, "_prepare_output_fn", unreduced_output),
+    "outputs reduced twice": output_as(lambda made, mod, mesh: made * mesh.size()),
+    "bias of each rank": output_as(with_bias_of_each),
+    "norms reduced again": finished("tp", summed(having("norm"))),
+    "shards of a weight exchanged": applied("tp", weights_of_neighbour),
+    "all times tp": finished("tp", times(0)),
+    "norms in parts": finished("sp", partial_sums_kept(having("norm"))),
+    "norms averaged": finished("sp", times(-1, having("norm"))),
+    "gathered without reduction": wrapped(PrepareModuleInput, "_prepare_input_fn", gathered_alone),
+    "input gradients not reduced in the second stage": wrapped(
+        tensor_parallel, IN_BLOCK, in_second_stage(for_style("feedforward.up", Unreduced))
     ),
 }
 
-SOUND: Mapping[str, Sequence[Plant]] = {
-    "small buckets": (in_part("ddp", apply=lambda right, *given: right(*given, bucket_cap_mb=0.001)),),
-    "gradients are views of buckets": (
-        in_part("ddp", apply=lambda right, *given: right(*given, gradient_as_bucket_view=True)),
+SOUND: Mapping[str, Plant] = {
+    "small buckets": in_part("ddp", apply=lambda right, *given: right(*given, bucket_cap_mb=0.001)),
+    "gradients are views of buckets": in_part(
+        "ddp", apply=lambda right, *given: right(*given, gradient_as_bucket_view=True)
     ),
-    "divided first": (applied("ddp", hooked(reduced_by(2.0))),),
-    "reduced in fp64": (applied("ddp", hooked(reduced_by(2.0, torch.float64))),),
-    "added in reverse": (applied("ddp", hooked(added_in_reverse)),),
-    "reduced in every backward": (in_part("ddp", sync=lambda right, module, last: nullcontext()),),
-    "shards divided first": (applied("zero-3", each_shard_divided_by(lambda mesh: float(mesh.size()))),),
-    "shards reduced in every backward": (in_part("zero-3", sync=lambda right, module, last: right(module, True)),),
-    "shards kept whole": (in_part("zero-3", apply=lambda right, *given: right(*given, reshard=False)),),
-    "outputs added in fp64": (wrapped(RowwiseParallel, "_prepare_output_fn", reduced_in_fp64),),
-    "input gradients reduced by hand": (
-        wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", ReducedByHand)),
-    ),
-    "norms added up by hand": (finished("sp", sums_of_partial),),
+    "divided first": applied("ddp", hooked(reduced_by(2.0))),
+    "reduced in fp64": applied("ddp", hooked(reduced_by(2.0, torch.float64))),
+    "added in reverse": applied("ddp", hooked(added_in_reverse)),
+    "reduced in every backward": in_part("ddp", sync=lambda right, module, last: nullcontext()),
+    "shards divided first": applied("zero-3", each_shard_divided_by(lambda mesh: float(mesh.size()))),
+    "shards reduced in every backward": in_part("zero-3", sync=lambda right, module, last: right(module, True)),
+    "shards kept whole": in_part("zero-3", apply=lambda right, *given: right(*given, reshard=False)),
+    "outputs added in fp64": wrapped(RowwiseParallel, "_prepare_output_fn", reduced_in_fp64),
+    "input gradients reduced by hand": wrapped(tensor_parallel, IN_BLOCK, for_style("feedforward.up", ReducedByHand)),
+    "norms added up by hand": finished("sp", sums_of_partial),
 }

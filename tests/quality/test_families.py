@@ -4,7 +4,6 @@ Unless said otherwise T_F = T_I = T_W = 1 and T_B = T_I + T_W = 2 per stage, wit
 the local one. Peaks count activations of one stage (one chunk of its rank).
 """
 
-import re
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -12,10 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.action import SENDS, Action
+from pipeproof.pipeline.program import lower
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import LOOPED, VEE, build
 from pipeproof.pipeline.timeline import Times, simulate
+from tests.pipeline.test_schedules import warm_ups
 
 
 class Known(NamedTuple):
@@ -55,12 +56,6 @@ KNOWN = [
 ]
 
 
-def warm_ups(schedule: Schedule) -> list[int]:
-    """Forwards before the first backward, per rank."""
-    letters = ("".join(action.kind.value for action in row) for row in schedule.ranks)
-    return [len(re.match("F*", row)[0]) for row in letters]  # type: ignore[index]
-
-
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.name} P{known.ranks} M{known.microbatches}")
 def test_known_numbers(known: Known) -> None:
     schedule = build(known.name, ranks=known.ranks, microbatches=known.microbatches, virtual=known.virtual)
@@ -69,7 +64,9 @@ def test_known_numbers(known: Known) -> None:
     assert known.makespan in (None, timeline.makespan)
     assert known.local_bubble in (None, timeline.local_bubble)
     assert known.peaks in (None, list(timeline.peaks))
-    assert timeline.messages == known.messages
+    assert timeline.bubble_fraction == known.global_bubble / timeline.makespan
+    sends = sum(action.kind in SENDS for row in lower(schedule).ranks for action in row)
+    assert timeline.messages == sends == known.messages
     assert known.warm_ups in (None, warm_ups(schedule))
 
 
@@ -118,11 +115,14 @@ def test_zb_h1_over_all_sizes() -> None:
 
 def test_memory_between_input_and_weight_backward() -> None:
     """ZB-H1 holds (P-r) M_B and r M_W; ZB-H2 (2P-1-2r) M_B and 2r M_W."""
-    for ranks in range(1, 9):
-        one = simulate(build("zb-h1", ranks=ranks, microbatches=32), weight_memory=0.5).peaks
-        assert one == tuple(ranks - rank + 0.5 * rank for rank in range(ranks))
-        two = simulate(build("zb-h2", ranks=ranks, microbatches=32), weight_memory=0.5).peaks
-        assert two == tuple(2 * ranks - 1 - 2 * rank + 0.5 * 2 * rank for rank in range(ranks))
+    for ranks, kept in product(range(1, 9), (0.0, 0.5, 1.0)):
+        one, two, whole = (
+            simulate(build(name, ranks=ranks, microbatches=32), weight_memory=kept).peaks
+            for name in ("zb-h1", "zb-h2", "1f1b")
+        )
+        assert one == tuple(ranks - rank + kept * rank for rank in range(ranks))
+        assert two == tuple(2 * ranks - 1 - 2 * rank + kept * 2 * rank for rank in range(ranks))
+        assert whole == tuple(ranks - rank for rank in range(ranks)), "its backwards leave nothing for later"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -181,6 +181,7 @@ def test_looped_bfs_is_as_fast_as_interleaved_and_holds_everything() -> None:
 
 
 TORCH = {
+    "interleaved": "ScheduleInterleaved1F1B",
     "looped-bfs": "ScheduleLoopedBFS",
     "zb-h1": "ScheduleInterleavedZeroBubble",
     "zb-v": "ScheduleZBVZeroBubble",
@@ -191,6 +192,8 @@ TORCH = {
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "virtual"),
     [
+        # Of other numbers of microbatches torch makes none: its groups are all of one size.
+        *(("interleaved", *size) for size in ((2, 4, 2), (3, 6, 4), *((4, m, 2) for m in (3, 4, 8, 10)), (4, 5, 3))),
         *(("looped-bfs", 4, m, v) for m in (3, 8) for v in (1, 2)),
         *(("zb-h1", 4, m, v) for m in (2, 4, 8, 10) for v in (1, 2, 3)),
         *(("zb-v", p, m, 2) for p in (1, 2, 4) for m in (1, 3, 7, 9)),
@@ -214,5 +217,5 @@ def test_the_order_is_torch_s_where_torch_has_one(name: str, ranks: int, microba
 
 def simple(actions: "list[SimpleNamespace | None]") -> list[Action]:
     """Torch's actions without idle slots, and with the two parts of an overlapped pair one after the other."""
-    parts = [part for action in actions if action is not None for part in action.sub_actions or [action]]
+    parts = [part for one in actions if one is not None for part in getattr(one, "sub_actions", None) or [one]]
     return [Action.parse(str(part)) for part in parts]

@@ -4,15 +4,12 @@ host, in one of two orders."""
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.utils import backend_registration
 
-from pipeproof.core.judge import LAWS
 from pipeproof.own.case import Case
-from pipeproof.wings.specimens import DEVICE_CONTROLS, ON_DEVICES, SPECIMENS
-from pipeproof.wings.specimens.specimen import CLASSES
+from pipeproof.wings.specimens import DEVICE_CONTROLS, ON_DEVICES
 from tests.support.devices import CHECKED, Pretending, trials
 from tests.support.golden import golden
 from tests.support.sweeps import SWEEP, some
@@ -106,9 +103,9 @@ ORDERS = ("late", "ahead")
 HIDDEN = {"late": "device-buffer-reused", "ahead": "side-stream-not-waited-for"}  # races that go well in this order
 
 
-def at_least(*one: str) -> list[Any]:
-    """Orders and schedules, of which this is a test of every change."""
-    return [pytest.param(*each, marks=() if each == one else SWEEP) for each in product(ORDERS, ("1f1b", "zb-v"))]
+ORDERED = [
+    pytest.param(*each, marks=() if each == ("late", "zb-v") else SWEEP) for each in product(ORDERS, ("1f1b", "zb-v"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +115,12 @@ def machine() -> Iterator[Pretending]:
     pretending.close()
 
 
-@pytest.mark.parametrize(("order", "schedule"), at_least("late", "zb-v"))
+@pytest.mark.parametrize("check", ["whole", pytest.param("composed", marks=SWEEP)])
+@pytest.mark.parametrize(("order", "schedule"), ORDERED)
 def test_schedules_are_right_there_through_the_host_and_it_is_found_by_itself(
-    machine: Pretending, tmp_path: Path, order: str, schedule: str
+    machine: Pretending, tmp_path: Path, order: str, schedule: str, check: str
 ) -> None:
-    ran = machine.run(tmp_path, *VALIDATE, "--schedule", schedule, order=order)
-    assert ran.returncode == 0, ran.stdout
-    golden(ran.stdout.splitlines()[-1])
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("order", "schedule"), at_least("ahead", "1f1b"))
-def test_steps_are_held_against_themselves_there(
-    machine: Pretending, tmp_path: Path, order: str, schedule: str
-) -> None:
-    ran = machine.run(tmp_path, *VALIDATE, "--check", "composed", "--schedule", schedule, order=order)
+    ran = machine.run(tmp_path, *VALIDATE, "--check", check, "--schedule", schedule, order=order)
     assert ran.returncode == 0, ran.stdout
     golden(ran.stdout.splitlines()[-1])
 
@@ -202,14 +190,8 @@ def test_what_the_host_kept_is_run_again_there_and_a_backward_has_its_line(machi
 
 
 @pytest.mark.parametrize("name", [*ON_DEVICES, *DEVICE_CONTROLS])
-def test_faults_of_devices_say_what_they_are_and_need_one(name: str) -> None:
+def test_faults_of_devices_need_one(name: str) -> None:
     one = {**ON_DEVICES, **DEVICE_CONTROLS}[name]
     case = Case.parse(one.smallest)
     golden(one.missing(case))
     assert one.needs.missing(case) == ""
-    assert one.summary
-    assert one.origin
-    assert name not in SPECIMENS
-    if name in ON_DEVICES:
-        assert {*ON_DEVICES[name].classes} <= {*CLASSES}
-        assert ON_DEVICES[name].law in (*LAWS, "crash")

@@ -66,18 +66,33 @@ HOLDS: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "right": (
         (
             *("plain: two layers exchanged", "plain: sent with noise + one lost", "tied: first stage halved late"),
+            *("zero 3: norm of each rank", "pp dp tp: first stage not reduced", "job, async: never reduced, single"),
+            *("iterators: norms added", "chunks: first chunk halved", "two-way: first one run twice"),
+            *("instructions: last one without weights", "instructions: inputs exchanged"),
             *("a number aside: second stream is zero", "tp: input gradients not reduced"),
-            "cp: losses of its own part",
+            *("two streams: streams exchanged", "classes: always the first targets", "iterators: loss not divided"),
+            *("iterators: weights in bf16", "instructions: weights drawn again"),
+            *("two-way: a pair that does not meet", ("two-way: a pair that does not meet",)),
+            *("two-way: copies that drifted apart", "iterators: norm of each rank"),
+            *("functional: momentum forgotten", "functional: statistics lost", "functional: update skipped"),
+            "functional: clipped by its own norm",
+            *("tp: mean of input gradients", "tp: norms reduced again", "ep: router not reduced"),
+            *("cp: losses of its own part", "cp: parts not reduced", "cp: mask of the neighbour"),
         ),
         (
             *("plain: sent in bf16 + one lost", "residual stream: first stream in bf16"),
-            *("plain: sent back in bf16 + another's target", "tp: mean of input gradients"),
+            *("zero 3: shards exchanged", "ddp: divided by replicas twice"),
+            *("iterators: layers of the next rank", "iterators: losses last first", "iterators: loss not divided"),
+            *("plain: sent back in bf16 + another's target", "pp dp tp: one weight on one line of dp"),
             *("tp: outputs reduced twice", "tp: all times tp", "tp: shards of a weight exchanged"),
-            *("ep: no gradient from experts", "ep: norm without experts", "cp: parts not reduced"),
-            "cp: norm over the world",
+            *("ep: no gradient from experts", "ep: norm without experts", "ep: experts times ranks"),
+            *("ep: last experts first", "cp: mean over parts", "cp: norm over the world"),
         ),
     ),
-    "unknown": (("sp: gathered without reduction",), ("tp: queries' input gradients not reduced",)),
+    "unknown": (
+        ("sp: gathered without reduction", "cp: keys' gradients not reduced"),
+        ("tp: queries' input gradients not reduced",),
+    ),
     "alone": (
         (
             *("functional: sums of the step before", "async: main gradients of the module not cleared"),
@@ -101,7 +116,7 @@ HOLDS: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (
             *("right: iterators", "right: two-way", "right: backwards shuffled"),
             *("right: two streams, last in first out", "right: a mask and positions go along"),
-            *("right: tied copies in two stages", "right: replicas, reduced by hand"),
+            *("right: tied copies in two stages", "right: replicas, reduced by hand", "right: replicas in DDP"),
             *("right: bf16, gradients added in fp32", "functional: right, vjp"),
             *("functional: right, gradients_of_rows", "async: right, one replica filled up, against itself"),
             *(
@@ -112,6 +127,7 @@ HOLDS: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ),
         (
             *("functional: right, value, last in first out", "functional: right, padding in the middle"),
+            *("right: rows in shards over replicas", "job, async: right, replicas, single"),
             *("async: right, padding in the middle, against itself", "functional: right, one replica filled up"),
             *("functional: right, rows filled up", "async: right, weights written late"),
             *("functional: right, replicas, handed back flat alone", "async: right, greedy worker and thread"),
@@ -138,9 +154,17 @@ WORDS = {
     "tp: all times tp": "2 = the number of ranks",
     "tp: shards of a weight exchanged": "has its own, put in another order",
     "sp: gathered without reduction": "the backward first goes wrong at 2.norm.bias (stage 0): the 7 parameters",
+    "tp: norms reduced again": "1.attention_norm.bias: 2 times",
+    "pp dp tp: one weight on one line of dp": "2 lacks microbatches 0, 2",
+    "ep: router not reduced": "rank 0 lacks microbatches 1, 3; rank 1 lacks",
+    "ep: experts times ranks": "2 = the number of ranks",
+    "ep: last experts first": "every loss is wrong, and none is another microbatch's",
     "ep: no gradient from experts": "the gradient of the input of each mixture.experts.*.up is multiplied by 0",
     "ep: norm without experts": "parameters that fewer ranks hold than others are left out",
     "cp: parts not reduced": "stage 0: ranks 0, 1 each keep their own part: the sum of these is expected",
+    "cp: mean over parts": "1/2 = 1 / the number of ranks",
+    "cp: mask of the neighbour": "or its inputs or targets are not its own",
+    "cp: keys' gradients not reduced": "unknown: the evidence does not decide",
     "cp: losses of its own part": "report their own parts', and the mean of these is right",
     "cp: norm over the world": "parameters that several ranks hold are counted once for each rank",
 }

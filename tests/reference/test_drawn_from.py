@@ -52,15 +52,6 @@ LOOP = in_a_loop()
 next(LOOP)
 
 
-def around() -> Callable[[], None]:
-    own = numpy.random.default_rng(4)
-
-    def draw() -> None:
-        own.random()
-
-    return draw
-
-
 DRAWS: list[tuple[Callable[[], object], Any]] = [
     (lambda: torch.ones(3).normal_(generator=TORCH), TORCH),
     (lambda: PYTHON.random() + 1, PYTHON),
@@ -73,26 +64,22 @@ DRAWS: list[tuple[Callable[[], object], Any]] = [
 ]
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("draw", "generator"), DRAWS)
-def test_generators_that_are_drawn_from_are_seen(draw: Callable[[], object], generator: Any) -> None:
-    with DrawnFrom([], [torch.device("cpu")]) as drawn:
+def test_unknown_generators_that_are_drawn_from_are_seen(
+    draw: Callable[[], object], generator: Any, known: bool
+) -> None:
+    with DrawnFrom([generator] if known else [], [torch.device("cpu")]) as drawn:
         draw()
         draw()
-    assert drawn.others == [generator]
-
-
-@pytest.mark.parametrize(("draw", "generator"), DRAWS)
-def test_those_that_are_known_are_no_others(draw: Callable[[], object], generator: Any) -> None:
-    with DrawnFrom([generator], []) as drawn:
-        draw()
-    assert drawn.others == []
+    assert drawn.others == ([] if known else [generator])
 
 
 def test_one_around_a_function_is_seen() -> None:
-    draw = around()
+    own = numpy.random.default_rng(4)
     with DrawnFrom([], []) as drawn:
-        draw()
-    assert len(drawn.others) == 1
+        (lambda: own.random())()
+    assert drawn.others == [own]
 
 
 def seeded() -> None:
@@ -101,18 +88,15 @@ def seeded() -> None:
     random.Random(5).random()
 
 
-def draw_from(generator: numpy.random.Generator) -> None:
-    generator.random()
-
-
 OTHERS: list[Callable[[], object]] = [
     lambda: bool(NUMPY),  # it is named alone
     lambda: (torch.rand(2), random.random(), numpy.random.random()),
-    lambda: draw_from(numpy.random.default_rng()),
+    lambda: (lambda generator: generator.random())(numpy.random.default_rng()),
+    seeded,
 ]
 
 
-@pytest.mark.parametrize("draw", [*OTHERS, seeded])
+@pytest.mark.parametrize("draw", OTHERS)
 def test_what_is_known_or_seeded_is_no_other(draw: Callable[[], object]) -> None:
     with DrawnFrom([], [torch.device("cpu")]) as drawn:
         draw()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.reference.products import CONVOLUTION, MATRICES, products_in, settings_off, sort_of
 from tests.support.rounded_products import Rounded
@@ -57,15 +57,9 @@ def test_rates_and_betas_are_smaller_and_all_else_is_as_it_was() -> None:
     assert torch.equal(weight, torch.ones(2))
 
 
-def test_a_rate_that_is_a_tensor_is_another_one() -> None:
-    rate = torch.tensor(0.5)
+@pytest.mark.parametrize(("rate", "by", "found"), [(torch.tensor(0.5), 0.5, 0.25), (0.5, 0.0, 0.5)])
+def test_a_tensor_is_another_one_and_by_nothing_it_is_as_it_was(rate: Tensor | float, by: float, found: float) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=rate)
-    assert settings_off(optimizer, 0.5).param_groups[0]["lr"] == 0.25
-    assert rate == 0.5
-
-
-def test_by_nothing_it_is_as_it_was() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     group = optimizer.param_groups[0]
-    assert settings_off(optimizer, 0.0).param_groups[0] is group
-    assert group["lr"] == 0.1
+    assert settings_off(optimizer, by).param_groups[0] is group
+    assert (group["lr"], rate) == (found, 0.5)

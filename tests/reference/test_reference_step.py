@@ -70,16 +70,6 @@ def test_three_steps_end_where_torchs_own_loop_ends(name: str) -> None:
         assert error(value, model.get_parameter(parameter)) < 1e-5, parameter
 
 
-def test_the_order_of_addition_is_the_one_asked_for() -> None:
-    reference = reference_of("mlp")
-    contributions = reference.perform("train", data("mlp"), orders=orders()).contributions
-    forward, backward = (reference.accumulate(contributions, orders=orders(order)) for order in ([0, 1, 2], [2, 1, 0]))
-    site = (0, "blocks.0.linear.weight")
-    a, b, c = (one.gradients[site] for one in contributions)
-    assert torch.equal(forward[site], (a + b) + c)  # type: ignore[arg-type]
-    assert torch.equal(backward[site], (c + b) + a)  # type: ignore[arg-type]
-
-
 def test_stages_keep_their_shares_of_a_tied_weight_apart() -> None:
     (first, *_) = reference_of("gpt-tied").perform("train", data("gpt-tied"), orders=orders()).contributions
     assert not torch.equal(first.gradients[0, "embed.token.weight"], first.gradients[1, "head.logits.weight"])

@@ -1,6 +1,8 @@
 """Contributions in models that are not ours: the same as our own pairing gives, or honestly none."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,10 +30,24 @@ def both(name: str) -> tuple[Pairing, Traced]:
     return own, traced(model, batches, owners(model, SPLIT), Loss(model.mean_loss, COUNT))
 
 
-def traced(model: nn.Module, batches: Sequence[Batch], owner: Mapping[str, int], loss: Loss, **more: Any) -> Traced:
-    losses = [loss.function(model(*batch.inputs), batch.target).item() for batch in batches]
+def traced(
+    model: nn.Module,
+    batches: Sequence[Batch] | None = None,
+    owner: Mapping[str, int] | None = None,
+    loss: Loss | Callable[..., Any] = nn.functional.mse_loss,
+) -> Traced:
+    """``owner``: the stage of each parameter; None: one for each block."""
+    batches, loss = batches or own_batches(), loss if isinstance(loss, Loss) else Loss(loss, COUNT)
+    owner = {name: int(name.split(".")[1]) for name, _ in model.named_parameters()} if owner is None else owner
+    again = copy.deepcopy(model)
+    losses = [loss.function(again(*batch.inputs), batch.target).item() for batch in batches]
     held = {(stage, name) for name, stage in owner.items()}
-    return Traced(model, **({"held": held, "batches": batches, "loss": loss, "losses": losses, "ends": {}} | more))
+    return Traced(model, held=held, batches=batches, loss=loss, losses=losses, ends={})
+
+
+def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
 
 
 def alike(one: Contributed, other: Contributed) -> bool:
@@ -70,14 +86,8 @@ def own_batches() -> list[Batch]:
     return [Batch((x,), target, 20) for x, target in pairs(COUNT, rows=5, width=4)]
 
 
-def by_block(model: nn.Module) -> dict[str, int]:
-    return {name: int(name.split(".")[1]) for name, _ in model.named_parameters()}
-
-
 def test_what_passes_by_a_stage_outside_of_modules_is_followed() -> None:
-    torch.manual_seed(0)
-    model = Bypass()
-    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    found = traced(seeded(Bypass))
     assert found.unpaired == ""
     (made,) = found.pair(0, 0, [found.flow(0, 0)])
     assert alike(made, found.contribution(0, 0))
@@ -114,10 +124,9 @@ class Streams(nn.Module):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_what_one_of_several_streams_is_made_of_may_be_another_of_them(skip: bool) -> None:
-    torch.manual_seed(0)
-    model = Streams(skip=skip)
+    model = seeded(partial(Streams, skip=skip))
     owner = {name: int(name.split(".")[1]) // 2 for name, _ in model.named_parameters()}
-    found = traced(model, own_batches(), owner, Loss(nn.functional.mse_loss, COUNT))
+    found = traced(model, owner=owner)
     assert found.unpaired == ""
     golden("\n".join(sorted(found.end(0))))
     for stage in range(2):
@@ -134,9 +143,7 @@ class Headless(Bypass):
 
 
 def test_where_no_tensor_separates_stages_there_are_no_pairs_and_that_is_said() -> None:
-    torch.manual_seed(0)
-    model = Headless()
-    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    found = traced(seeded(Headless))
     golden(found.unpaired)
     assert found.pair(0, 0, [found.flow(0, 1)]) == [None]
     assert found.contribution(0, 0).gradients["blocks.0.weight"].any()
@@ -155,14 +162,10 @@ class Counting(Bypass):
 
 
 def test_contributions_are_those_of_the_calls_in_order() -> None:
-    torch.manual_seed(0)
-    model, own, batches = Counting(), Counting(), own_batches()
-    own.load_state_dict(model.state_dict())
-    losses = [nn.functional.mse_loss(own(batch.inputs[0]), batch.target) / COUNT for batch in batches]
-    held = {(block, name) for name, block in by_block(model).items()}
-    loss = Loss(nn.functional.mse_loss, COUNT)
-    found = Traced(model, held=held, batches=batches, loss=loss, losses=[COUNT * x.item() for x in losses], ends={})
-    for j, gradient in enumerate(torch.autograd.grad(one, own.blocks[1].weight)[0] for one in losses):
+    own, found = seeded(Counting), traced(seeded(Counting))
+    for j, batch in enumerate(own_batches()):
+        loss = nn.functional.mse_loss(own(batch.inputs[0]), batch.target) / COUNT
+        (gradient,) = torch.autograd.grad(loss, own.get_parameter("blocks.1.weight"))
         made = found.contribution(1, j).gradients["blocks.1.weight"]
         assert made is not None
         torch.testing.assert_close(made.float(), gradient)
@@ -181,8 +184,7 @@ class OneType(nn.Module):
 
 
 def test_a_model_that_does_not_run_in_fp64_is_run_as_it_is() -> None:
-    model = OneType()
-    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    found = traced(OneType())
     assert found.parameters(0)["blocks.0.weight"].dtype is torch.float32
     assert found.unpaired == ""
 
@@ -218,14 +220,11 @@ class Entropy(torch.autograd.Function):
 
 
 def test_a_backward_that_writes_into_what_its_forward_saved_is_walked_several_times() -> None:
-    torch.manual_seed(0)
-    model = Bypass()
     draw = torch.Generator().manual_seed(1)
     batches = [
         Batch((torch.randn(5, 4, generator=draw),), torch.randint(4, (5,), generator=draw), 5) for _ in range(COUNT)
     ]
-    found = traced(model, batches, by_block(model), Loss(Entropy.apply, COUNT))
-    plain = traced(model, batches, by_block(model), Loss(nn.functional.cross_entropy, COUNT))
+    found, plain = (traced(seeded(Bypass), batches, loss=one) for one in (Entropy.apply, nn.functional.cross_entropy))
     for one in (found, plain):
         assert one.unpaired == ""
     for stage in range(3):
@@ -235,19 +234,24 @@ def test_a_backward_that_writes_into_what_its_forward_saved_is_walked_several_ti
 
 
 class Stored(torch.autograd.Function):
-    """A linear layer that writes the gradient of the weight that it saved, as stores of weight gradients do."""
+    """A linear layer that writes the gradient of a weight, as stores of weight gradients do.
+
+    It is the one that the forward saved; or else ``late`` has it, of which autograd does not know.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, late: nn.Linear | None = None) -> Tensor:
+        ctx.late = late
         ctx.save_for_backward(x, weight)
-        return x @ weight.T
+        return x @ (weight if late is None else late.weight.detach()).T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
+        weight = weight if ctx.late is None else ctx.late.weight
         made = gradients[0].flatten(0, -2).T @ x.flatten(0, -2)
         weight.grad = made if weight.grad is None else weight.grad + made
-        return gradients[0] @ weight, None
+        return gradients[0] @ weight, None, None
 
 
 class Storing(nn.Linear):
@@ -257,12 +261,10 @@ class Storing(nn.Linear):
 
 
 def test_contributions_that_a_backward_writes_to_the_weight_that_it_saved() -> None:
-    def chain(layer: type[nn.Linear]) -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*(layer(4, 4, bias=False) for _ in range(2)))
+    def chain(layer: type[nn.Linear]) -> nn.Module:
+        return seeded(lambda: nn.Sequential(*(layer(4, 4, bias=False) for _ in range(2))))
 
-    sides = [(chain(layer), {"0.weight": 0, "1.weight": 1}) for layer in (Storing, nn.Linear)]
-    found, plain = (traced(model, own_batches(), at, Loss(nn.functional.mse_loss, COUNT)) for model, at in sides)
+    found, plain = (traced(chain(layer), owner={"0.weight": 0, "1.weight": 1}) for layer in (Storing, nn.Linear))
     for stage in range(2):
         for j in range(COUNT):
             assert alike(found.contribution(stage, j), plain.contribution(stage, j))

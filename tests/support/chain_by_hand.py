@@ -16,15 +16,19 @@ WIDTH, ROWS, COUNT = 8, 4, 3
 
 
 class Both(nn.Module):
-    """Of any number of tensors as many, each of all of them; ``plain``: it has no parameters."""
+    """Of any number of tensors as many, each of all of them; ``plain``: it has no parameters.
 
-    def __init__(self, *, plain: bool = False) -> None:
+    ``second``: what it gives as its second, of its second input.
+    """
+
+    def __init__(self, *, plain: bool = False, second: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.layer = nn.Identity() if plain else nn.Linear(WIDTH, WIDTH)
+        self.layer, self.second = nn.Identity() if plain else nn.Linear(WIDTH, WIDTH), second
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         whole = self.layer(sum((k + 1) * one for k, one in enumerate(given)))
-        return tuple(torch.tanh(whole / (k + 1)) for k in range(len(given)))
+        made = tuple(torch.tanh(whole / (k + 1)) for k in range(len(given)))
+        return made if self.second is None else (made[0], self.second(given[1].detach()))
 
 
 def loss_fn(outputs: Sequence[Tensor], target: Tensor) -> Tensor:

@@ -41,14 +41,19 @@ class Faults:
 
 @dataclass
 class Step:
-    """Where a rank's step stands."""
+    """Where a rank's step stands: one of so many ``ranks`` in a row, the first of which may be another than 0."""
 
     rank: int
     ranks: int
+    first: int = 0
     microbatch: int = 0
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.rank - self.first
 
 
 def stage_of(rank: int) -> nn.Module:
@@ -90,15 +95,14 @@ def step(context: RankContext, count: int, faults: Faults, *, clips: bool = Fals
 
 def forwards(at: Step, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]], own: Faults) -> None:
     """All forwards, with what the last stage makes of them."""
-    last = at.ranks - 1
     for at.microbatch, (inputs, target) in enumerate(microbatches):
-        if at.rank:
+        if at.number:
             inputs = torch.empty_like(inputs)
             dist.recv(inputs, at.rank - 1)
-        inputs = own.received(at, inputs).requires_grad_(at.rank > 0)
+        inputs = own.received(at, inputs).requires_grad_(at.number > 0)
         output = own.made(at, stage(inputs))
         at.inputs.append(inputs)
-        if at.rank < last:
+        if at.number < at.ranks - 1:
             dist.send(output.detach(), at.rank + 1)
         else:
             loss = LOSS(output, own.target(at, target))
@@ -109,14 +113,14 @@ def forwards(at: Step, stage: nn.Module, microbatches: Sequence[tuple[Tensor, Te
 
 def backwards(at: Step, count: int, own: Faults) -> None:
     """All backwards, in the order of forwards."""
-    last = at.ranks - 1
+    inner = at.number < at.ranks - 1
     for at.microbatch in range(count):
         flow = torch.empty_like(at.inputs[at.microbatch])
-        if at.rank < last:
+        if inner:
             dist.recv(flow, at.rank + 1)
         if at.microbatch not in own.skip:
-            at.outputs[at.microbatch].backward(own.flow(at, flow) if at.rank < last else None)
-        if at.rank:
+            at.outputs[at.microbatch].backward(own.flow(at, flow) if inner else None)
+        if at.number:
             gradient = at.inputs[at.microbatch].grad
             gradient = torch.zeros_like(at.inputs[at.microbatch]) if gradient is None else gradient
             dist.send(own.handed_on(at, gradient), at.rank - 1)

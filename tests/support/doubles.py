@@ -12,7 +12,8 @@ from torch import nn
 from pipeproof.core.cause import Cause
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.judge import conclude
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.wrappers import AroundGradients
 from pipeproof.core.tolerance import Floor
 from pipeproof.core.verdict import Verdict
@@ -87,7 +88,7 @@ class KnownLosses(Expectation):
         ledger = Ledger(("loss",))
         _, observed = order.step(None, order.microbatches)  # type: ignore[misc]  # modules and losses
         for m, (one, expected) in enumerate(zip(observed, self.losses, strict=True)):
-            place = Heading.at("loss", 0, frozenset(), rank=context.rank, microbatch=m)
+            place = Mismatch("loss", 1, rank=context.rank, microbatch=m)
             ledger.numbers(place, one, expected, lambda: Floor(0.0, 0.0, 1.0))
         return conclude(ledger, "a step of known losses")
 

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from pipeproof import watch
 from pipeproof.whitebox import StepCase
+from tests.examples import my_pipeline
+from tests.examples.my_pipeline import OneFOneB, loss_fn
+from tests.support.racy_1f1b import ONE_BUFFER
 from tests.support.steps import blocks
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import hand_written_1f1b
 import interleaved_loop
 import weight_grad_store
 
 WIDTH, LAYERS = 6, 8
 Pairs = list[tuple[Tensor, Tensor]]
-loss_fn = nn.functional.mse_loss
 
 
 build = partial(blocks, LAYERS, width=WIDTH)
@@ -48,8 +49,9 @@ def by_hand(model: nn.Sequential, microbatches: Pairs, split: Sequence[int], fau
     stage = watch(model[start : start + split[rank]])
     if fault == "lone-layer-frozen" and rank == 2 and len(stage) == 1:
         stage.requires_grad_(False)
-    with patch.object(hand_written_1f1b, "min", _first if fault == "warm-up-unbounded" else min, create=True):
-        return stage, hand_written_1f1b.OneFOneB(stage, microbatches, loss_fn, fault=fault).step()
+    runtime = ONE_BUFFER if fault == "one-buffer" else OneFOneB
+    with patch.object(my_pipeline, "min", _first if fault == "warm-up-unbounded" else min, create=True):
+        return stage, runtime(stage, microbatches).step()
 
 
 def interleaved(model: nn.Sequential, microbatches: Pairs, split: Sequence[int], v: int, fault: str = "") -> Any:

@@ -13,9 +13,9 @@ def counting_judgements() -> Iterator[list[int]]:
     found: list[int] = []
     inner = Judge._operation
 
-    def counted(judge: Judge, number: int, laws: frozenset[str]) -> None:
+    def counted(judge: Judge, number: int) -> None:
         found.append(number)
-        inner(judge, number, laws)
+        inner(judge, number)
 
     with mock.patch.object(Judge, "_operation", counted):
         yield found

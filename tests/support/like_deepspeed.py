@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.support.like_framework import install
 
 
 class LayerSpec:
@@ -90,18 +92,13 @@ class Refreshed:
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a DeepSpeed that has what the adapter uses."""
-    package = ModuleType("deepspeed")
-    package.__version__ = "0.19.8"  # type: ignore[attr-defined]  # as DeepSpeed has it
-    monkeypatch.setitem(sys.modules, "deepspeed", package)
-    contents: dict[str, dict[str, Any]] = {
+    contents = {
         "pipe": {"LayerSpec": LayerSpec, "TiedLayerSpec": TiedLayerSpec},
         "runtime.pipe.engine": {"PipelineEngine": PipelineEngine},
         "runtime.engine": {"clip_grad_norm_": clip_grad_norm_},
         "ops": {"__compatible_ops__": {"deepspeed_shm_comm": True}},
     }
-    for name in ("comm", "comm.comm", "utils.groups", "runtime.pipe.p2p", *contents):
-        module = ModuleType(f"deepspeed.{name}")
-        vars(module).update(contents.get(name, {}))
-        monkeypatch.setitem(sys.modules, f"deepspeed.{name}", module)
+    places: dict[str, dict[str, Any]] = {name: {} for name in ("comm.comm", "utils.groups", "runtime.pipe.p2p")}
+    install(monkeypatch, "deepspeed", "0.19.8", places | contents)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -4,12 +4,14 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from tests.support.like_framework import install
 
 
 class Group:
@@ -90,15 +92,10 @@ def contents() -> dict[str, dict[str, Any]]:
     more = ("new_group", "all_gather_object", "all_reduce", "all_reduce_coalesced", "barrier", "broadcast")
     return {
         "distributed": {**dict.fromkeys((*others, *more)), **ranks},
-        "logging": {},
         "logging.base": {"torch_dist": None},
-        "models": {},
         "models.base": {"NanotronModel": NanotronModel},
-        "optim": {},
         "optim.clip_grads": {"clip_grad_norm": clip_grad_norm},
-        "parallel": {},
         "parallel.context": {"ParallelContext": ParallelContext},
-        pipeline: {},
         f"{pipeline}.block": {"PipelineBlock": PipelineBlock, **buffers},
         f"{pipeline}.engine": {"PipelineEngine": PipelineEngine},
         f"{pipeline}.state": states,
@@ -106,15 +103,9 @@ def contents() -> dict[str, dict[str, Any]]:
     }
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.4") -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be found for one test."""
-    package = ModuleType("nanotron")
-    package.__version__ = version  # type: ignore[attr-defined]  # as nanotron has it
-    monkeypatch.setitem(sys.modules, "nanotron", package)
-    for name, values in contents().items():
-        module = ModuleType(f"nanotron.{name}")
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, f"nanotron.{name}", module)
+    install(monkeypatch, "nanotron", "0.4", contents())
 
 
 class Trainer:

@@ -19,6 +19,7 @@ MSE = nn.functional.mse_loss
 TOKENS = [(torch.arange(12).reshape(3, 4) % (m + 2), torch.full((3, 4, 8), m / 4)) for m in range(3)]
 DATA = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(m)), torch.full((4, 8), m / 4)) for m in range(3)]
 Sent = dict[tuple[int, int], list[tuple[int, Tensor]]]  # of an output, by stage and number: who got what
+Back = Callable[[Any, Tensor, Tensor, Any], Any]  # a stage, what it was given and gave, and what flows back
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Job:
     times: float = 1.0  # what losses are multiplied by before their backwards
     apart: Mapping[int, int] = field(default_factory=dict)  # by stage: how many backwards each gradient has of its own
     change: Callable[[], object] = lambda: None  # what happens to gradients at last
+    by_stage: Mapping[int, Back] = field(default_factory=dict)  # how it goes back through these
+    end: Callable[[Tensor, Any, Any], Any] | None = None  # how it begins: the last's input, its output, and the target
 
     def step(self) -> list[float]:
         """The losses."""
@@ -68,17 +71,23 @@ class Job:
         return math.sqrt(sum(float(one.abs().double().square().sum()) for one in dense))
 
     def _train(self, m: int, x: Tensor, target: Any) -> float:
-        made, sent = list[list[Tensor]](), Sent()
+        made, came, sent = list[list[Tensor]](), list[list[Tensor]](), Sent()
         for k, stage in enumerate(self.stages):
-            given = [x] if not k else self._received(k, made, sent)
+            came.append([x] if not k else self._received(k, made, sent))
             with self.cast(False):
-                output = stage(*self.fault(k, m, given), **self.more(k, m))
+                output = stage(*self.fault(k, m, came[k]), **self.more(k, m))
             made.append([output] if isinstance(output, Tensor) else list(output))
         with self.cast(True):
             loss = output if self.loss_fn is None else self.loss_fn(output, target)
-        (loss * self.times / (len(self.data) if self.late is None else 1.0)).backward()
+        if self.end is None:
+            (loss * self.times / (len(self.data) if self.late is None else 1.0)).backward()
+        else:
+            self.end(came[-1][0], output, target)
         for k in reversed(range(len(made) - 1)):
-            self._back(k, made[k], sent)
+            if k in self.by_stage:
+                self.by_stage[k](self.stages[k], came[k][0], made[k][0], sent[k, 0][0][1].grad)
+            else:
+                self._back(k, made[k], sent)
         return loss.item()
 
     def _received(self, k: int, made: list[list[Tensor]], sent: Sent) -> list[Tensor]:
@@ -104,8 +113,11 @@ class Job:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
 
-def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
-    """The verdict on a step of ``job``, which must not notice it: ``more`` is what ``StageByStage`` is told."""
+def checked(job: Job, *, given: Any = None, then: Callable[[], object] = lambda: None, **more: Any) -> Verdict:
+    """The verdict on a step of ``job``, which must not notice it: ``more`` is what ``StageByStage`` is told.
+
+    ``then``: what comes after it, as an optimizer's step.
+    """
     torch.manual_seed(1)
     stages, data = dict(enumerate(job.stages)), job.data if given is None else given
     with check_step(stages, data, against=StageByStage(job.loss_fn, **more), rename=lambda s, n: f"{s}.{n}") as check:
@@ -115,6 +127,7 @@ def checked(job: Job, *, given: Any = None, **more: Any) -> Verdict:
         check.gradients()
         assert states == (random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()), drawn
         check.report(losses=losses, norm=job.norm())
+        then()
     return check.verdict
 
 
@@ -131,17 +144,46 @@ def one_by_one(job: Job) -> list[Verdict]:
     return found
 
 
-class Layer(nn.Module):
-    """A linear layer, and what ``then`` makes of its output and of what else comes in."""
+@dataclass
+class OneByOne(Job):
+    """Each output has a backward of its own, the first of each stage as often as ``often`` says."""
 
-    def __init__(self, then: Callable[..., Any] = torch.tanh, *, trained: bool = True) -> None:
+    often: int = 1
+
+    def _back(self, k: int, made: list[Tensor], sent: Sent) -> None:
+        for n, one in enumerate(made):
+            for _ in range(self.often if n == 0 else 1):
+                for _, came in sent[k, n]:
+                    one.backward(came.grad, retain_graph=True)
+
+
+class Layer(nn.Module):
+    """A linear layer, and what ``then`` makes of its output and of what else comes in.
+
+    ``of``: what it makes of all that comes in before its layer, in place of the first. ``plain``: without a layer.
+    """
+
+    def __init__(
+        self,
+        then: Callable[..., Any] = torch.tanh,
+        *,
+        of: Callable[..., Tensor] | None = None,
+        trained: bool = True,
+        plain: bool = False,
+    ) -> None:
         super().__init__()
-        self.layer, self.then = nn.Linear(8, 8).requires_grad_(trained), then
-        self.calls = 0
+        self.layer, self.then = nn.Identity() if plain else nn.Linear(8, 8).requires_grad_(trained), then
+        self.of, self.calls = of, 0
 
     def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
         self.calls += 1
+        if self.of is not None:
+            return self.then(self.layer(self.of(x, *others)))
         return self.then(self.layer(x), *others, **named)
+
+
+def summed(*given: Tensor) -> Tensor:
+    return sum(given[1:], given[0])
 
 
 def layers(*then: Callable[..., Any]) -> list[nn.Module]:

@@ -23,7 +23,7 @@ def pairs(count: int = 4, *, rows: int = 4, width: int = WIDTH, to: int | None =
 
 
 def backward(
-    model: nn.Module,
+    model: Callable[[Any], Any],
     microbatches: Sequence[tuple[Any, Any]],
     *,
     divisor: float | None = None,

@@ -75,7 +75,7 @@ def all_forward_all_backward(
 
 
 def one_by_one(
-    stage: nn.Module,
+    stage: Callable[[Tensor], Tensor],
     microbatches: list[Any],
     received: Callable[[int, Tensor], Tensor] = lambda m, x: x,
     *,

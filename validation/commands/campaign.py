@@ -19,7 +19,7 @@ from pipeproof.core.observe.observed import Observed
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.faults import specimen
-from pipeproof.own.validator import crash_verdict, narrow, refusal, run_to_end
+from pipeproof.own.validator import crash_verdict, decided_by, narrow, refusal, run_to_end
 from pipeproof.records.case_record import record_observed
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, header
@@ -31,7 +31,7 @@ from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
 from pipeproof.worlds.launcher import warn_of_crowd
 from pipeproof.worlds.rank_report import RankFailed
-from pipeproof.worlds.world import Decision, World
+from pipeproof.worlds.world import World
 
 if TYPE_CHECKING:
     from pipeproof.wings.simulated import Simulation
@@ -228,14 +228,8 @@ def validate_case(
                 narrow(case, world)
                 verdict, observed = once()
             break
-    verdict = world.complete(verdict)
-    return replacing(verdict, world.decision, seconds=perf_counter() - began), observed
-
-
-def replacing(verdict: Verdict, decision: Decision | None, *, seconds: float) -> Verdict:
-    """``verdict`` with what it took, and a replay line that names what decided the run which it is of."""
-    rerun = verdict.rerun if decision is None else f"{verdict.replay} {decision.options}"
-    return replace(verdict, seconds=seconds, rerun=rerun)
+    verdict = decided_by(world.complete(verdict), world.decision)
+    return replace(verdict, seconds=perf_counter() - began), observed
 
 
 def composed_verdict(case: Case, world: World) -> Verdict:

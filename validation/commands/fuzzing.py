@@ -1,6 +1,6 @@
 """Fuzz campaigns: what the command ``fuzz`` does, and the file from which the next call of a long one goes on."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict, replacing
+from pipeproof.commands.campaign import NOTHING, Setting, composed_verdict
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.selection import COMPOSED
-from pipeproof.core.verdict import Verdict
-from pipeproof.own.case import Case, CaseError
+from pipeproof.own.case import CaseError
 from pipeproof.own.findings import FINDINGS, Finding, is_known
 from pipeproof.own.fuzz import Deciding, SmallestFailure, Tally, cases, fuzz, judge_case
 from pipeproof.own.runtimes import OWN
-from pipeproof.own.validator import narrow, run_to_end
+from pipeproof.own.validator import decided_by, narrow, run_to_end
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.gate_reports import CaseResult
@@ -58,11 +57,12 @@ class Progress:
     """Parts of a campaign that have passed, and what they counted; kept in the file at ``path``, if there is one.
 
     ``asked`` is what decides what is drawn. In ``kept``, ``undecided`` are lines that replay the cases which rounding
-    left open, and ``seconds`` is what it all took. Raises ``ValueError`` for a file of another campaign, or of none.
+    left open, and ``seconds`` is what it all took. ``tally``: how the campaign stands, with ``budget`` cases in the
+    end. Raises ``ValueError`` for a file of another campaign, or of none.
     """
 
-    def __init__(self, path: str | None, asked: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: str | None, asked: Mapping[str, Any], budget: int) -> None:
+        self.path, self.tally = path, Tally(budget)
         self.kept: dict[str, Any] = {"file": _WRITTEN, "asked": asked, "parts": 0, "seconds": 0.0}
         self.kept |= {"counts": {}, "undecided": []}
         if path is None or not Path(path).exists():
@@ -77,35 +77,28 @@ class Progress:
                     f"--resume {path} is of a campaign with {name} {words[0]}, and this one has {words[1]}: give what "
                     "it has, or name a new file"
                 )
-
-    def tally(self, budget: int) -> Tally:
-        """How the campaign stands so far."""
-        tally = Tally(budget, perf_counter() - self.kept["seconds"])
-        for name, counter in tally.counts.items():
+        self.tally.began -= self.kept["seconds"]
+        for name, counter in self.tally.counts.items():
             counter.update(self.kept["counts"].get(name, {}))
-        return tally
 
-    def remaining_parts(self, budget: int) -> Iterator[tuple[int, int]]:
-        """The parts that are still to run, so that there are ``budget`` cases in the end: how many, from which seed."""
+    def remaining_parts(self) -> Iterator[tuple[int, int]]:
+        """The parts that are still to run: how many cases, from which seed. Each that was run to its end is kept."""
         seed = self.kept["asked"]["seed"]
         if self.path is None:
-            yield budget, seed
+            yield self.tally.budget, seed
             return
-        while (done := sum(self.kept["counts"].get("verdicts", {}).values())) < budget:
-            yield min(PART, budget - done), seed + (self.kept["parts"] << 32)
-
-    def keep(self, tally: Tally, undecided: Sequence[str]) -> None:
-        """Write that one more part has run, after which all stands as ``tally``; lines that replay what is open."""
-        if self.path is None:
-            return
-        self.kept |= {
-            "parts": self.kept["parts"] + 1,
-            "counts": {name: dict(counter) for name, counter in tally.counts.items()},
-            "undecided": [*self.kept["undecided"], *undecided],
-            "seconds": perf_counter() - tally.began,
-        }
-        with OutputFile(self.path) as file:
-            file.write_json(self.kept)
+        while (done := sum(self.kept["counts"].get("verdicts", {}).values())) < self.tally.budget:
+            known = len(self.tally.undecided)
+            # Who stops after this, for a failure or as it was asked to, leaves the part unkept: it runs again.
+            yield min(PART, self.tally.budget - done), seed + (self.kept["parts"] << 32)
+            self.kept |= {
+                "parts": self.kept["parts"] + 1,
+                "counts": {name: dict(counter) for name, counter in self.tally.counts.items()},
+                "undecided": self.kept["undecided"] + [one.verdict.replay for one in self.tally.undecided[known:]],
+                "seconds": perf_counter() - self.tally.began,
+            }
+            with OutputFile(self.path) as file:
+                file.write_json(self.kept)
 
 
 def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
@@ -115,21 +108,29 @@ def fuzz_all(setting: Setting, wish: Wish, *, resume: str | None = None) -> int:
     the file that says how far it has come.
     """
     on, terminal = f"torch {torch.__version__}", Terminal()
-    progress = Progress(resume, wish.describe(setting, on))
+    progress = Progress(resume, wish.describe(setting, on), wish.cases)
+    tally, there, found = progress.tally, list[Finding](), None
     judge = partial(judge_case, validated=composed_verdict) if setting.composed else judge_case
     with setting.world() as world:
-        tally, there, found = progress.tally(wish.cases), list[Finding](), None
         with setting.outputs.asked, terminal.progress("starting ranks") as show:
             if wish.runtime != OWN:
                 there += _findings(world, terminal, on)
-            found = _run(wish, there, world, judge, tally, progress, show)
+            kinds: dict[str, Any] = {"schedules": wish.schedules, "dtypes": wish.dtypes, "max_ranks": wish.max_ranks}
+            drawn = cases(**kinds, device=world.device, runtime=wish.runtime)
+            drawn = drawn.filter(lambda case: not is_known(case, there))
+            run = partial(fuzz, world, tally, strategy=drawn, run=judge, deciding=wish.decisions)
+            for part, seed in progress.remaining_parts():
+                tally.part = part
+                found = run(seed_=seed, progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"))
+                if found is not None:
+                    break
             found = found if setting.composed else _explain_smallest(found, world)
         found = found or tally.smallest
         shown = found or next(iter(tally.undecided), None)
         terminal.say(f"seed {wish.seed}, {tally}\n{tally.details}")
         if world.searched:
             terminal.say(world.searched)
-        verdicts = [world.complete(_verdict_of(shown))] if shown else []
+        verdicts = [world.complete(shown.verdict)] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
             if not found.repeated:
@@ -162,44 +163,12 @@ def _findings(world: World, terminal: Terminal, on: str) -> Iterator[Finding]:
             yield finding
 
 
-def _run(
-    wish: Wish,
-    there: Sequence[Finding],
-    world: World,
-    judge: Callable[[Case, World], Verdict],
-    tally: Tally,
-    progress: Progress,
-    show: Callable[[str], None],
-) -> SmallestFailure | None:
-    """Run all parts, up to the first with a case that is no pass: that part is not kept, so that it runs again."""
-    drawn = cases(
-        schedules=wish.schedules,
-        dtypes=wish.dtypes,
-        max_ranks=wish.max_ranks,
-        device=world.device,
-        runtime=wish.runtime,
-    ).filter(lambda case: not is_known(case, there))
-    run = partial(fuzz, world, tally, strategy=drawn, run=judge, deciding=wish.decisions)
-    for part, seed in progress.remaining_parts(tally.budget):
-        tally.part, known = part, len(tally.undecided)
-        found = run(seed_=seed, progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"))
-        if found is not None:
-            return found
-        progress.keep(tally, [_verdict_of(one).replay for one in tally.undecided[known:]])
-    return None
-
-
 def _explain_smallest(found: SmallestFailure | None, world: World) -> SmallestFailure | None:
     """What was found, with its cause: only the smallest case is worth the second run that this takes."""
     if found is None or found.verdict.failure or not found.repeated:
         return found
-    if found.decision is not None:
-        world.decide(found.decision)
+    if (decision := found.decision) is not None:
+        world.decide(decision)
         narrow(found.case, world)
-        found = replace(found, decision=world.decision)
-    return replace(found, verdict=run_to_end(found.case, world)[0])
-
-
-def _verdict_of(shown: SmallestFailure) -> Verdict:
-    """The verdict on what is shown, with the line that replays it."""
-    return replacing(shown.verdict, shown.decision, seconds=shown.verdict.seconds)
+        decision = world.decision
+    return replace(found, decision=decision, verdict=decided_by(run_to_end(found.case, world)[0], decision))

@@ -53,7 +53,6 @@ class Gate:
     max_ranks: int
     results: list[CaseResult] = field(default_factory=list)
     observed: dict[str, tuple[Case, Observed]] = field(default_factory=dict)
-    unplanted: int = 0
 
     @property
     def of_cases(self) -> int:
@@ -64,7 +63,9 @@ class Gate:
     @property
     def case_count(self) -> int:
         """How many cases must run, the planted ones included."""
-        return 2 * len(self.steps) + self.of_cases + bool(self.of_cases)
+        # A step that is no pass would be none with a fault, either: nothing is planted in it.
+        unplanted = sum(one.group == "step" and one.outcome != "pass" for one in self.results)
+        return 2 * len(self.steps) - unplanted + self.of_cases + bool(self.of_cases)
 
     def run(self, options: Namespace) -> int:
         """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome.
@@ -83,7 +84,7 @@ class Gate:
                     self._step(step, given, world)
                 if self.of_cases:
                     self._cases(world)
-            result = GateResult(self.results, self.case_count - self.unplanted, self.seed, dict(self.missing))
+            result = GateResult(self.results, self.case_count, self.seed, dict(self.missing))
             for one in result.not_passed[:SHOWN]:
                 terminal.say(one.story, one.verdict.outcome)
             terminal.say(str(result))
@@ -115,8 +116,7 @@ class Gate:
         shown = line_of_step(step, verdict, terminal.width)
         terminal.tell(shown, verdict.word, passed=verdict.outcome == "pass")
         self.results.append(CaseResult(verdict, "step", step.name, step.name))
-        if verdict.outcome != "pass":  # it would be no pass with a fault, either
-            self.unplanted += 1
+        if verdict.outcome != "pass":
             return
         wrong = judge(PlantedStep(given["step"], PLANTED_IN_STEPS, step.processes - 1), planted)
         self.results.append(CaseResult(wrong, "planted", planted, step.name, fault=PLANTED_IN_STEPS))
@@ -127,14 +127,13 @@ class Gate:
         terminal, device = Terminal(), self.setting.chosen_device
         for name, reason in self.missing.items():
             terminal.say(f"{name} cannot run: {reason}")
-        groups: list[Group] = [*["table"] * len(self.table), *["pinned"] * len(self.pinned)]  # type: ignore[list-item]
         wanted = [replace(case, device=device) for case in (*self.table, *self.pinned)]
         runs = [(str(case), partial(self._judge, case, world, measure=True)) for case in wanted]
-        for group, case, verdict in zip(groups, wanted, terminal.in_turn(runs, of=self.case_count), strict=True):
-            if case is wanted[0]:
+        for k, verdict in enumerate(terminal.in_turn(runs, of=self.case_count)):
+            if k == 0:
                 terminal.detail(header(COLUMNS, terminal.width))
-            terminal.tell(line(case, verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
-            self.results.append(_of_case(group, case, verdict))
+            terminal.tell(line(wanted[k], verdict, terminal.width), verdict.word, passed=verdict.outcome == "pass")
+            self.results.append(_of_case("table" if k < len(self.table) else "pinned", wanted[k], verdict))
         if self.budget:
             self._fuzz(world, device)
         # A gate that cannot fail proves nothing.

@@ -165,12 +165,10 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
     one = "the seed of a simulated run: who is next, and what moves; or as a replay line has it"
     many = "try each case under so many seeds, until one is no pass"
     every = f"run every interleaving that differs, at most N of each case (default: {MOST_RUNS})"
-    rules, any_one = "", list[str]()
     if drawn:
-        rules, any_one = f"; {ANY}: drawn with each case", [ANY]
         one = f"{one}; drawn with each case, unless it is given"
     group = parser.add_argument_group("simulated ranks")
-    _add_world(group, "ranks are processes, or threads of one that a seed decides", rules, more=any_one)
+    _add_world(group, "ranks are processes, or threads of one that a seed decides", any_one=drawn)
     add(group, "--room", "BYTES", f"{kept} (default: 0)", whole, default=0, rare=True)
     add(group, "--interleaving", "N", one, parse_interleaving, default=0, rare=True)
     add(group, "--interleavings", "N", many, whole, default=1, rare=True)
@@ -178,11 +176,12 @@ def add_simulation(parser: argparse.ArgumentParser, *, drawn: bool = False) -> N
 
 
 def _add_world(
-    group: argparse._ActionsContainer, kinds: str, rules: str = "", *, more: Sequence[str] = (), default: str = "gloo"
+    group: argparse._ActionsContainer, kinds: str, *, any_one: bool = False, default: str | None = "gloo"
 ) -> None:
-    rules = f"what simulated messages may do: one of {', '.join(_TRANSPORTS)}{rules}"
+    more = f"; {ANY}: drawn with each case" if any_one else "" if default else " (default: each that shows the fault)"
+    rules, names = f"what simulated messages may do: one of {', '.join(_TRANSPORTS)}{more}", [ANY] if any_one else []
     add(group, "--world", None, kinds, choices=KINDS, default=REAL)
-    add(group, "--transport", "NAME", rules, choices=[*_TRANSPORTS, *more], default=default or None, rare=True)
+    add(group, "--transport", "NAME", rules, choices=[*_TRANSPORTS, *names], default=default, rare=True)
 
 
 def add_virtual_time(group: argparse._ActionsContainer) -> None:
@@ -199,7 +198,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("simulated ranks")
     kinds = "simulated: plant the races and deadlocks that only simulated ranks show"
     many = "try each under at most so many seeds, until something is wrong"
-    _add_world(group, kinds, " (default: each that shows the fault)", default="")
+    _add_world(group, kinds, default=None)
     add(group, "--interleavings", "N", many, whole, default=SEARCHED, rare=True)
 
 

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger, Where
 from pipeproof.core.limits import precision_of
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.elements import all_finite, any_nan, any_nonzero
 from pipeproof.core.observe.observed import Claim
 from pipeproof.core.reason import Reason
@@ -92,15 +94,14 @@ _STILL = "vanish in rounding, by a rate of 0, or in the optimizer"
 class Comparison:
     """Compares an operation's observed values with ``expected``, and fills ``ledger``.
 
-    number: the operation's index in the plan, from 0. scenarios: laws about that index. trained: parameters with
-    gradients: their stage, and whether they moved.
+    number: the operation's index in the plan, from 0. trained: parameters with gradients: their stage, and whether they
+    moved.
     """
 
     expected: ExpectedOperation
     allowed: Allowed
     ledger: Ledger
     number: int = field(default=0, kw_only=True)
-    scenarios: frozenset[str] = field(default=frozenset(), kw_only=True)
     trained: dict[str, tuple[int | None, bool]] = field(default_factory=dict, init=False)
     _zeros: list[str] = field(default_factory=list, init=False)  # parameters with zeros where None is expected
     _nones: list[str] = field(default_factory=list, init=False)  # parameters with None where zeros are expected
@@ -164,12 +165,10 @@ class Comparison:
         elif wanted is not None:
             self.ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: {_NOTHING}", Reason.NOT_FINITE)
 
-    def gradient(
-        self, name: str, observed: Tensor | None, *, rank: int | None = None, stage: int | None = None
-    ) -> None:
+    def gradient(self, name: str, observed: Tensor | None, **where: Unpack[Where]) -> None:
         """Compare a parameter's gradient. None and zeros are equal: a sum over ranks turns None into zeros."""
         wanted = self.expected.gradients[name]
-        place = self._at("presence", parameter=name, rank=rank, stage=stage)
+        place = self._at("presence", parameter=name, **where)
         same = (observed is None) == (wanted is None)
         if not same and stands_for_none(observed) and stands_for_none(wanted):
             (self._zeros if observed is not None else self._nones).append(name)
@@ -182,7 +181,7 @@ class Comparison:
             return
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(observed):
             self.ledger.empty("gradient", "zero, as is expected: no fault shows there")
-        place = self._at("gradient", parameter=name, rank=rank, stage=stage)
+        place = self._at("gradient", parameter=name, **where)
         self.ledger.tensors(place, observed.detach(), wanted, partial(self.allowed.gradient, name))
 
     def follow(self, expected: Expected, observed: Mapping[Site, Gradient], update: Follow) -> None:
@@ -201,7 +200,7 @@ class Comparison:
         named = {name: parameter for (_, name), parameter in parameters.items()}
         self.expected = replace(self.expected, norm=norm if wrong else self.expected.norm, parameters=named)
 
-    def parameter(self, name: str, observed: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
+    def parameter(self, name: str, observed: Tensor, **where: Unpack[Where]) -> None:
         """Compare a parameter's movement in the optimizer step."""
         wanted, before = self.expected.parameters[name], self.expected.before[name]
         if any_nan(wanted) or (all_finite(before) and not all_finite(wanted)):
@@ -211,23 +210,23 @@ class Comparison:
         gradient = self.expected.gradients[name] if name in self.expected.gradients else None
         driven, moved = gradient is not None and any_nonzero(gradient), not same_bits(wanted, before)
         if driven:
-            self.trained[name] = stage, moved
+            self.trained[name] = where.get("stage"), moved
 
         def floor() -> Floor:
             return update_floor(self.allowed.update(name), before, wanted, gradient)
 
-        place = self._at("updated-parameters", parameter=name, rank=rank, stage=stage)
+        place = self._at("updated-parameters", parameter=name, **where)
         self.ledger.tensors(place, observed.detach(), wanted, floor, base=before, rounded=driven or moved)
 
-    def start(self, name: str, observed: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
+    def start(self, name: str, observed: Tensor, **where: Unpack[Where]) -> None:
         """Compare a parameter before the operation."""
-        place = self._at("initial-weights", parameter=name, rank=rank, stage=stage)
+        place = self._at("initial-weights", parameter=name, **where)
         wanted = self.expected.before[name]
         self.ledger.tensors(place, observed.detach(), wanted, partial(exact, wanted))
 
-    def buffer(self, name: str, observed: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
+    def buffer(self, name: str, observed: Tensor | None, **where: Unpack[Where]) -> None:
         """Compare a buffer after the operation. None: absent on all ranks."""
-        place = self._at("buffers", parameter=name, rank=rank, stage=stage)
+        place = self._at("buffers", parameter=name, **where)
         wanted = self.expected.buffers[name] if name in self.expected.buffers else None
         if observed is None or wanted is None:
             self.ledger.hold(place, False, observed is not None, wanted is not None, what="buffer")
@@ -280,8 +279,8 @@ class Comparison:
         self.ledger.doubt("loss", f"the reference itself gives losses {text}: {_NOTHING}", Reason.NOT_FINITE)
         return False
 
-    def _at(self, law: str, **where: object) -> Heading:
-        return Heading.at(law, self.number, self.scenarios, **where)
+    def _at(self, law: str, **where: Any) -> Mismatch:
+        return Mismatch(law, self.number + 1, **where)
 
 
 def tell_of_unmoved(ledger: Ledger, trained: Mapping[int, Collection[tuple[int | None, bool]]]) -> None:
@@ -316,10 +315,11 @@ def leave_out(
         ledger.leave_out("loss", missing, "not compared")
 
 
-def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] = frozenset()) -> None:
-    """Enter a claim between ranks for operation ``number``. ``laws``: laws about its place."""
-    at = dict(zip(("stage", "parameter"), claim.site, strict=True), rank=claim.rank, beside=claim.beside)
-    ledger.hold(Heading.at(claim.law, number, laws, **at), claim.holds, claim.observed, claim.expected)
+def hold_claim(ledger: Ledger, claim: Claim, number: int) -> None:
+    """Enter a claim between ranks for operation ``number``."""
+    stage, name = claim.site
+    place = Mismatch(claim.law, number + 1, rank=claim.rank, stage=stage, parameter=name, beside=claim.beside)
+    ledger.hold(place, claim.holds, claim.observed, claim.expected)
 
 
 _NOTHING = "there is nothing to compare with"

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeproof.core.ledger import NOWHERE, Heading, Ledger, Where
+from pipeproof.core.ledger import NOWHERE, Ledger, Where
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Crossing, Observed
 from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.core.oracle import Conditions
@@ -21,27 +22,27 @@ class Execution:
         self._observed = observed
         self._ledger = ledger
 
-    def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
+    def orders(self, number: int, *, backward: bool) -> Mapping[int, Sequence[int]]:
         """Check all actions. Return each stage's actual backward order, or index order if incomplete."""
         every = list(range(self._required.counts[number]))
         for line in range(1 + len(self._observed.copies)):
-            self._judge_line(number, laws, line, training=backward)
+            self._judge_line(number, line, training=backward)
         # The last of each counts: earlier gradients may have been cleared.
         rows = self._observed.backwards(number).items()
         ran = {stage: list(dict.fromkeys(reversed(order)))[::-1] for stage, order in rows}
         ordered = {stage: order for stage, order in ran.items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.expected} | ordered
 
-    def _judge_line(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
+    def _judge_line(self, number: int, line: int, *, training: bool) -> None:
         """Check one forward, backward and module call per stage and microbatch, in the right training mode."""
         required, observed, hold = self._required, self._observed, self._ledger.hold
         every, calls = range(required.counts[number]), observed.calls(number, line)
         copies: Mapping[int, int] = observed.copies[line - 1] if line else {}
         there = {*copies} if line else {*range(observed.schedule.n_stages)}
 
-        def place(stage: int) -> Heading:
+        def place(stage: int) -> Mismatch:
             rank = copies[stage] if line else observed.schedule.placement[stage]
-            return Heading.at("microbatches", number, laws, stage=stage, rank=rank)
+            return Mismatch("microbatches", number + 1, stage=stage, rank=rank)
 
         ran: dict[What, dict[int, list[int]]] = {"forward": observed.forwards(number, line)}
         if training:
@@ -66,13 +67,13 @@ class Execution:
         expected, names = self._required.expected, {"unknown": list[str](), "held by none": list[str]()}
         last = max(k for k, name in enumerate(self._required.plan) if name == "train")
         for site, why in sorted(self._required.unmatched.items()):
-            place = Heading.at("parameters-once", last, parameter=site[1], **where_of(self._observed, site[0]))
+            place = Mismatch("parameters-once", last + 1, parameter=site[1], **where_of(self._observed, site[0]))
             self._ledger.hold(place, False, why, "a parameter of the reference")
             names["unknown"].append(site[1])
         observed = self._observed.gradient_sites(last)
         for site in sorted(expected | set(observed)):
             stage = None if site[0] == NOWHERE else site[0]
-            place = Heading.at("parameters-once", last, stage=stage, parameter=site[1])
+            place = Mismatch("parameters-once", last + 1, stage=stage, parameter=site[1])
             count = observed.count(site)
             self._ledger.hold(place, count == (site in expected), count, int(site in expected), what="held")
             if stage is None and site in expected:
@@ -81,27 +82,26 @@ class Execution:
             if some:
                 self._ledger.remark("parameters-once", f"{what}: {first_few(some)}")
 
-    def extra_calls(self, number: int, *, doubtful: bool) -> None:
-        """Report calls beyond the microbatches. ``doubtful``: they may have added to wrong gradients."""
+    def report_uncompared(self, number: int, *, doubtful: bool) -> None:
+        """Report calls beyond the microbatches, and uncompared boundary tensors.
+
+        doubtful: gradients are wrong, so that these calls may have added to them, and such tensors may hide the fault.
+        """
         for stage, (count, adding) in (one for rank in self._observed.ranks for one in rank[number].extra.items()):
             calls = f"{count} call{'s' * (count > 1)} of stage {stage} beside those of microbatches"
             (self._ledger.doubt if doubtful and adding else self._ledger.remark)("microbatches", calls)
-
-    def report_uncompared(self, number: int, *, doubtful: bool) -> None:
-        """Report uncompared boundary tensors. ``doubtful``: they may hide the fault."""
         if count := self._observed.count_uncompared(number):
             note = f"{count} tensors match no tensor of the reference and were not compared"
             (self._ledger.doubt if doubtful else self._ledger.remark)("boundaries", note)
 
-    def crossings(self, number: int, laws: frozenset[str]) -> None:
+    def crossings(self, number: int) -> None:
         """Compare boundary tensors along the data flow: the first mismatch lies nearest to the fault."""
         crossings = [crossing for crossing in self._observed.crossings(number) if crossing.judged]
         for crossing in sorted(crossings, key=lambda one: flow(one, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
             known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
-            at = dict(where_of(self._observed, stage))
-            at |= {} if crossing.rank is None else {"rank": crossing.rank}
-            place = Heading.at("boundaries", number, laws, microbatch=known, action=crossing.at, **at)
+            rank = self._observed.schedule.placement[stage] if crossing.rank is None else crossing.rank
+            place = Mismatch("boundaries", number + 1, rank=rank, stage=stage, microbatch=known, action=crossing.at)
             expected = f"microbatch {'?' if known is None else known}'s"
             observed = f"{crossing.what}: {crossing.observed}"
             self._ledger.hold(place, crossing.same, observed, expected, exact=crossing.exact)

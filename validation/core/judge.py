@@ -13,10 +13,11 @@ from torch import Tensor
 from pipeproof.core.comparison import Allowed, Comparison, expect_operation, hold_claim, leave_out, tell_of_unmoved
 from pipeproof.core.execution import Execution, where_of
 from pipeproof.core.floors import Floors
-from pipeproof.core.ledger import NOWHERE, Heading, Ledger
+from pipeproof.core.ledger import NOWHERE, Ledger
 from pipeproof.core.limits import FP32, Precision, precision_of
 from pipeproof.core.measured import Measured
 from pipeproof.core.measuring import MeasuredFloors, is_wider, trace_of
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.nudged import doubt_rounding
 from pipeproof.core.observe.elements import any_nonzero
 from pipeproof.core.observe.observed import Observed
@@ -76,7 +77,7 @@ class Judge:
         try:
             self.judge()
         except Exception as error:  # any type: the reference is user code, and ranks may return anything
-            if self._required.results_decide and not self._found.failed:
+            if self._required.foreign and not self._found.failed:
                 self._set_aside("not every result was compared")
             self.ledger.join(self._evidence)
             self.ledger.join(self._found)
@@ -85,73 +86,70 @@ class Judge:
 
     def judge(self) -> None:
         """Compare operations up to the first mismatch. Later mismatches follow from it."""
-        self._skip_what_does_not_apply()
-        self._evidence = self.ledger.empty_copy()
+        required, planned = self._required, set[str]().union(*self._scenarios)
+        unplanned = {"second-step", "accumulation", "eval"} & set(required.laws) - planned
+        skipped = {} if required.tied else {"tied-copies": "no parameter has copies in several stages"}
+        skipped |= dict.fromkeys(unplanned, "the plan does not have it")
+        for law, why in {**skipped, **required.skipped}.items():
+            self.ledger.skip(law, why)
+        unseen = {law: why for law, why in self._observed.unseen.items() if law in required.laws}
+        for law, why in {**required.missed, **unseen}.items():
+            self.ledger.miss(law, why)
+        for law, note in required.remarks.items():
+            self.ledger.remark(law, note)
         Execution(self._required, self._observed, self.ledger).parameters_once()
-        for number, laws in enumerate(self._scenarios):
+        self.ledger.scenarios = self._scenarios  # from here on: who holds parameters belongs to no operation
+        self._evidence = self.ledger.empty_copy()
+        for number in range(len(self._scenarios)):
             if number and self.ledger.failed:
                 how = "already disagrees" if self.ledger.mismatches else "is not known to be right"
                 for law in set[str]().union(*self._scenarios[number:]).difference(*self._scenarios[:number]):
                     self.ledger.doubt(law, f"not judged: operation {number} {how}", Reason.EARLIER)
                 break
             self.ledger.held = self.ledger.exact if number else frozenset()
-            self._operation(number, laws)
+            self._operation(number)
         self.ledger.join(self._evidence)
-        if self._required.results_decide and not self.ledger.failed:
+        if self._required.foreign and not self.ledger.failed:
             for one in self.ledger.laws():
                 if one.name in _LOCATE and one.outcome == "unknown" and not one.checked:
                     self.ledger.miss(one.name, one.note)
         tell_of_unmoved(self.ledger, self._trained)
 
-    def _skip_what_does_not_apply(self) -> None:
-        if not self._required.tied:
-            self.ledger.skip("tied-copies", "no parameter has copies in several stages")
-        planned = set[str]().union(*self._scenarios)
-        for law in {"second-step", "accumulation", "eval"} & set(self._required.laws) - planned:
-            self.ledger.skip(law, "the plan does not have it")
-        for law, reason in self._required.skipped.items():
-            self.ledger.skip(law, reason)
-        unseen = {law: reason for law, reason in self._observed.unseen.items() if law in self._required.laws}
-        for law, reason in {**self._required.missed, **unseen}.items():
-            self.ledger.miss(law, reason)
-        for law, note in self._required.remarks.items():
-            self.ledger.remark(law, note)
-
-    def _operation(self, number: int, laws: Scenarios) -> None:
+    def _operation(self, number: int) -> None:
         """Judge one operation: results decide; calls, boundaries and starting weights locate a fault."""
         evidence = self._evidence
         results = self._found = self.ledger.empty_copy()
         execution = Execution(self._required, self._observed, evidence)
         backward = self._required.plan[number] != "eval"
-        answer = self._required.oracle.answer(number, execution.orders(number, laws, backward=backward))
+        answer = self._required.oracle.answer(number, execution.orders(number, backward=backward))
         expected, wide = answer.expected, self._wide(number, answer)
         allowed = Allowed(floor=Floor(0.0, 0.0, 0.0, self._required.oracle.precision))
         if answer.floors is not None:
             allowed = MeasuredFloors(answer.floors, {site[1]: site for site in expected.gradients}, wide)
         operation = expect_operation(expected)
-        loss = operation.loss if self._required.every_rank else expected.loss
+        loss = expected.loss if self._required.foreign else operation.loss
         operation = replace(operation, gradients={**operation.gradients, **wide}, loss=loss)
-        at = Comparison(operation, allowed, results, number=number, scenarios=laws)
+        at = Comparison(operation, allowed, results, number=number)
         for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
-            hold_claim(evidence if claim.law == "initial-weights" else results, claim, number, laws)
+            hold_claim(evidence if claim.law == "initial-weights" else results, claim, number)
         same_start = self._same_start(replace(at, ledger=evidence), expected)
         self._results(at, answer)
         decisive = "gradient" if expected.gradients else "loss"
-        right = bool(results.compared_names(decisive, number)) and not (results.failed or self.ledger.failed)
+        compared = self._required.foreign and bool(results.compared_names(decisive, number))
+        right = compared and not (results.failed or self.ledger.failed)
         routes = results.empty_copy()
-        judge_routes(routes, number, laws, answer, self._observed)
-        if right and self._required.results_decide:
-            why = "every result is right: it was not computed with these"
-            routes.set_aside(routes.mismatches, self._scenarios, why)
+        judge_routes(routes, number, answer, self._observed)
+        if right:
+            routes.set_aside(routes.mismatches, "every result is right: it was not computed with these")
         results.join(routes)
         if same_start or right:
-            execution.crossings(number, laws)
-        self._conclude(number, execution, results, right=right and self._required.results_decide)
+            execution.crossings(number)
+        self._conclude(number, execution, results, right=right)
         self._found = self.ledger.empty_copy()
 
     def _conclude(self, number: int, execution: Execution, results: Ledger, *, right: bool) -> None:
-        """Enter all results into the ledger. ``right``: each result was compared, and is right."""
-        evidence, decide = self._evidence, self._required.results_decide
+        """Enter all results into the ledger. ``right``: each result of a foreign step was compared, and is right."""
+        evidence, decide = self._evidence, self._required.foreign
         if decide and self._required.plan[number] == "accumulate" and not results.failed:
             self.ledger.join(results)  # the update that uses its gradients shows whether they are right
             return
@@ -166,7 +164,6 @@ class Judge:
             self._set_aside("gradients of the stage are right", stages=observed - wrong_stages)
         if decide:
             doubtful = any(m.law in ("gradient", "presence") for m in results.mismatches)
-            execution.extra_calls(number, doubtful=doubtful)
             execution.report_uncompared(number, doubtful=doubtful)
         self.ledger.join(evidence)
         laws = {m.law for m in evidence.mismatches}
@@ -186,7 +183,7 @@ class Judge:
         found = [m for m in every if m.law != "microbatches" or m.stage not in traced]
         if stages is not None:
             found = [m for m in found if m.law == "microbatches" and m.stage in stages]
-        self._evidence.set_aside(found, self._scenarios, why)
+        self._evidence.set_aside(found, why)
 
     def _results(self, at: Comparison, answer: Answer) -> None:
         """Compare losses, outputs, buffers, gradients, norm and weights."""
@@ -201,13 +198,13 @@ class Judge:
             at.follow(expected, self._observed.gradients(number), answer.follow)
             for rank, operations in enumerate(self._observed.ranks):
                 norm = operations[number].norm
-                if norm is not None or self._required.every_rank:
+                if norm is not None or not self._required.foreign:
                     at.norm(math.nan if norm is None else norm, rank=rank)
             self._updates(at, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 results.remark("gradient", answer.floors.obstacle)
-        elif name == "eval" and self._required.results_decide and not results.compared_names("loss", number):
+        elif name == "eval" and self._required.foreign and not results.compared_names("loss", number):
             why = "reports no losses, so it is not known what it computed: hand them back"
             results.doubt("eval", f"operation {number + 1} {why}", Reason.UNREPORTED)
         at.tell()
@@ -248,14 +245,13 @@ class Judge:
         broken = None if first is None else (first, placement[first.stage])
         every = [operations[at.number] for operations in self._observed.ranks]
         for rank, own in enumerate(every):
-            # accumulate() reports known losses, without a total.
-            knows = not adds or not self._required.every_rank or rank % n_ranks == placement[-1]
-            if (own.losses or self._required.every_rank) and knows:
+            # Our accumulate() reports losses where they are known, without a total.
+            if own.losses if self._required.foreign else not adds or rank % n_ranks == placement[-1]:
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
         for rank, own in enumerate(every):
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a NaN sum follows from a NaN loss, reported above
-            if own.loss is not None or (self._required.every_rank and not adds):
+            if own.loss is not None or not (self._required.foreign or adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 
     def _outputs(self, at: Comparison, answer: Answer) -> None:
@@ -280,9 +276,9 @@ class Judge:
             at.ledger.skip("buffers", "the model has none")
         observed = self._observed.buffers(at.number)
         missing = sorted(expected.buffers.keys() - {name for _, name in observed})
-        for name in missing if self._required.every_rank else ():
+        for name in () if self._required.foreign else missing:
             at.buffer(name, None)
-        if not self._required.every_rank and observed:
+        if self._required.foreign and observed:
             at.ledger.leave_out("buffers", missing, "not compared", hides=False)
         for site, buffer in sorted(observed.items(), key=lambda item: item[0]):
             at.buffer(site[1], buffer, **where_of(self._observed, site[0]))
@@ -303,7 +299,7 @@ class Judge:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
                 where = where_of(self._observed, other[0])
-                place = Heading.at("tied-copies", at.number, at.scenarios, parameter=other[1], **where)
+                place = Mismatch("tied-copies", at.number + 1, parameter=other[1], **where)
                 at.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
     def _updates(self, at: Comparison, expected: Expected, max_norm: float) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -37,7 +37,7 @@ class _Entry:
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
-    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # ``Heading.compared`` values
+    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # operations, each with what was compared
     left_out: dict[str, None] = field(default_factory=dict)
     reasons: dict[Reason, None] = field(default_factory=dict)
     leads: set[Lead] = field(default_factory=set)  # gradients, each too near to be a fault alone
@@ -58,35 +58,12 @@ class Where(TypedDict, total=False):
     stage: int
 
 
-@dataclass(frozen=True)
-class Heading:
-    """A comparison's law, scenario laws, and place."""
-
-    law: str
-    scenarios: frozenset[str]
-    where: Mismatch
-
-    @classmethod
-    def at(cls, law: str, number: int, scenarios: frozenset[str] = frozenset(), **where: object) -> "Heading":
-        """Build a heading for operation ``number`` (from 0). ``where`` names mismatch fields."""
-        return cls(law, scenarios, Mismatch(law, number + 1, **where))  # type: ignore[arg-type]
-
-    def mismatch(self, found: Value, expected: Value, what: What, **more: Any) -> Mismatch:
-        """Return a mismatch at this place."""
-        return replace(self.where, law=self.law, observed=found, expected=expected, what=what, **more)
-
-    @property
-    def compared(self) -> tuple[int, str | int | None]:
-        """Return the operation, with its parameter or microbatch."""
-        where = self.where
-        return where.operation, where.microbatch if where.parameter is None else where.parameter
-
-
 class Ledger:
     """Collects comparisons. A law without entries stays "unknown", unless skipped."""
 
     def __init__(self, laws: Sequence[str]) -> None:
         self._entries = {law: _Entry() for law in laws}
+        self.scenarios: Sequence[Collection[str]] = ()  # by operation: laws that its comparisons are entered under, too
         self._skipped: dict[str, tuple[Outcome, str]] = {}
         self._precisions: dict[Precision, None] = {}  # of inexact agreements, in order
         self.held: frozenset[str] = frozenset()  # laws whose rounding no narrow type excuses
@@ -96,7 +73,7 @@ class Ledger:
     def empty_copy(self) -> "Ledger":
         """Return an empty ledger with the same laws and skips."""
         copy = Ledger([*self._entries])
-        copy._skipped, copy.held = dict(self._skipped), self.held
+        copy._skipped, copy.held, copy.scenarios = dict(self._skipped), self.held, self.scenarios
         return copy
 
     @property
@@ -148,7 +125,7 @@ class Ledger:
 
     def hold(
         self,
-        place: Heading,
+        place: Mismatch,
         holds: bool,
         found: Value,
         expected: Value,
@@ -158,13 +135,12 @@ class Ledger:
         text: str = "",
     ) -> None:
         """Enter a yes/no comparison. ``exact``: agreement means bit for bit."""
-        self._enter(place, "pass" if holds else "fail", exact=holds and exact)
-        if not holds:
-            self._note(place.mismatch(found, expected, what, text=text))
+        outcome, exact = "pass" if holds else "fail", holds and exact
+        self._enter(place, outcome, exact=exact, observed=found, expected=expected, what=what, text=text)
 
     def tensors(
         self,
-        place: Heading,
+        place: Mismatch,
         observed: Tensor,
         expected: Tensor,
         floor: Callable[[], Floor],
@@ -181,13 +157,14 @@ class Ledger:
         if not is_rounded(expected.dtype):  # integers have no rounding: one off is wrong, however large they are
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
         if outcome == "unknown" and base is not None and size <= allowed.moved:
-            self.leave_out(place.law, [str(place.where.parameter)], _MADE_MUCH_OF)
+            # Counted as a comparison it would name a parameter as wrong, of which nothing is known.
+            self.leave_out(place.law, [str(place.parameter)], _MADE_MUCH_OF)
             return
         self._differ(place, size, outcome, allowed, partial(sizes, observed, expected, base))
 
     def sketches(
         self,
-        place: Heading,
+        place: Mismatch,
         observed: Sketch,
         expected: Sketch,
         floor: Callable[[], Floor],
@@ -200,11 +177,12 @@ class Ledger:
         ``base``: both starting points. Movements are then compared as one large tensor whose few elements may be far
         off, since optimizers amplify rounding in single elements.
         """
+        # Equal digests stand for equal bits. Of weights that both stood still, each where it was, the starts decide.
         still = base is not None and (observed.digest, expected.digest) == (base[0].digest, base[1].digest)
         if observed.digest == expected.digest or still:
             self._agree(place, lambda: bool(expected.norm))
             return
-        if not (math.isfinite(observed.norm) or math.isfinite(expected.norm)):
+        if not (math.isfinite(observed.norm) or math.isfinite(expected.norm)):  # as in a step that overflows
             self._enter(place, "pass")
             self.empty(place.law, ENDLESS)
             return
@@ -221,22 +199,19 @@ class Ledger:
         began = None if base is None else base[1].norm
         self._differ(place, size, outcome, allowed, partial(_brief_sizes, observed, expected, began))
 
-    def estimate(self, place: Heading, size: float, allowed: Floor, found: str, expected: str) -> None:
+    def estimate(self, place: Mismatch, size: float, allowed: Floor, found: str, expected: str) -> None:
         """Enter a lower bound ``size`` on a tensor's error. ``found`` and ``expected`` describe it."""
-        outcome = allowed.outcome(size)
-        self._enter(place, outcome, size=size, floor=allowed)
-        if outcome != "pass":
-            self._note(place.mismatch(found, expected, "text", error=size, limit=allowed.limit or None))
+        self._enter(place, allowed.outcome(size), size=size, floor=allowed, observed=found, expected=expected)
 
-    def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
+    def numbers(self, place: Mismatch, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Compare two numbers."""
         if observed == expected:
             self._agree(place, observed=float(observed), expected=float(expected))
             return
         allowed = floor()
-        base = allowed.size or abs(expected)
+        base = allowed.size or abs(expected)  # a number from rounding alone is held to how large rounding makes it
         size = abs(observed - expected) / base if base else math.inf
-        size = size if size == size else math.inf
+        size = size if size == size else math.inf  # NaN is no number, and passes nowhere
         outcome, allowed = allowed.number(size)
         both = {"observed": float(observed), "expected": float(expected)}
         self._differ(place, size, outcome, allowed, lambda: (observed, expected), **both)
@@ -251,20 +226,18 @@ class Ledger:
         """Count a pass blind to faults; ``what`` describes it."""
         self._entries[law].empty[what] += 1
 
-    def set_aside(self, found: Sequence[Mismatch], scenarios: Sequence[frozenset[str]], why: str) -> None:
-        """Demote mismatches to remarks; the count stays.
-
-        ``scenarios``: laws about each operation's place, under which mismatches were also entered.
-        """
+    def set_aside(self, found: Iterable[Mismatch], why: str) -> None:
+        """Demote mismatches to remarks; the count stays."""
+        found = tuple(found)
         for law in dict.fromkeys(one.law for one in found):
             those = [one for one in found if one.law == law]
             differ = f"{len(those)} differ{'s' * (len(those) == 1)} from the reference, and {why}"
             self.remark(law, f"{differ}: first {those[0].where}: {those[0].observed_text}")
-        for one in tuple(found):
+        for one in found:
             self.mismatches.remove(one)
-            for entry in (self._entries[law] for law in {one.law, *scenarios[one.operation - 1]}):
+            for entry in self._under(one):
                 entry.wrong, entry.aside = entry.wrong - 1, entry.aside + 1
-                if not entry.wrong:
+                if not entry.wrong:  # what is left agrees, so that no error of this law counts
                     entry.outcomes.discard("fail")
                     entry.worst = entry.floor = 0.0
 
@@ -296,6 +269,7 @@ class Ledger:
             return LawResult(name, skipped, note=reason, reasons=reasons_of(reason))
         agree = (losses := self._entries.get("loss", _Entry())).checked == losses.exact > 0
         failed = "fail" in entry.outcomes
+        # A proven fault may make all gradients too large: then that is no further doubt.
         doubt = [] if failed else doubts(entry.leads, losses_agree=agree)
         nothing = entry.checked == entry.empty.total()  # no comparison, or none that can reveal a fault
         unknown = not failed and bool(doubt or nothing or "unknown" in entry.outcomes)
@@ -309,16 +283,21 @@ class Ledger:
         outcome: Outcome = "fail" if failed else "unknown" if unknown else "pass"
         return LawResult(name, outcome, *counts, note, tuple(entry.left_out), reasons)
 
-    def _agree(self, place: Heading, nonzero: Callable[[], bool] = lambda: False, **both: float) -> None:
+    def _under(self, place: Mismatch) -> list[_Entry]:
+        """Return the entries of a comparison's law, and of laws about its operation's place in the plan."""
+        scenarios = self.scenarios[place.operation - 1] if self.scenarios else ()
+        return [self._entries[law] for law in {place.law, *scenarios}]
+
+    def _agree(self, place: Mismatch, nonzero: Callable[[], bool] = lambda: False, **both: float) -> None:
         """Enter equal bits. ``nonzero``: whether a factor would show; ``both``: the numbers, if they are no tensors."""
         self._enter(place, "pass", exact=True)
         self._keep(place, "pass", **both)
         if place.law == _GRADIENT and nonzero():
-            self._entries[_GRADIENT].leads.add(Lead.of(place.compared, 1.0))
+            self._entries[_GRADIENT].leads.add(Lead.of(_compared(place), 1.0))
 
     def _differ(
         self,
-        place: Heading,
+        place: Mismatch,
         size: float,
         outcome: str,
         allowed: Floor,
@@ -330,48 +309,54 @@ class Ledger:
         if outcome == "pass" and (allowed.noise or stride):
             self.empty(place.law, _STRIDE if stride else _DRIVEN if allowed.driven else _NOISE)
             size = 0.0  # what passes by rounding never becomes the largest error
-        summed = bool(both) and place.where.microbatch is None  # a sum may come right by chance
+        summed = bool(both) and place.microbatch is None  # a sum may come right by chance
         narrow = allowed.precision.unit > FP32.unit and size > FP32.least
         if outcome == "pass" and place.law in self.held and narrow and not summed:
             self.remark(place.law, HELD.format(allowed.precision.name))
             outcome = "unknown"
-        self._enter(place, outcome, size=size, floor=allowed)
-        limit = allowed.limit or None
-        self._keep(place, outcome, error=size, floor=allowed.largest, limit=limit, **both)
-        if outcome == "pass" and place.law != _GRADIENT:
-            return
-        found, expected = values()
-        if outcome != "pass":
-            self._note(place.mismatch(found, expected, "number" if both else "tensor", error=size, limit=limit))
-        if outcome != "fail" and place.law == _GRADIENT and isinstance(found, Size) and found.factor is not None:
-            if not allowed.noise:
-                self._entries[_GRADIENT].leads.add(Lead.of(place.compared, found.factor, allowed))
+        leads = place.law == _GRADIENT and outcome != "fail" and not allowed.noise
+        found, expected = values() if leads or outcome != "pass" else ("", "")  # they take a pass over both tensors
+        what: What = "number" if both else "tensor"
+        self._enter(place, outcome, size=size, floor=allowed, observed=found, expected=expected, what=what)
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit or None, **both)
+        if leads and isinstance(found, Size) and found.factor is not None:
+            self._entries[_GRADIENT].leads.add(Lead.of(_compared(place), found.factor, allowed))
 
     def _enter(
-        self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: Floor | None = None
+        self,
+        place: Mismatch,
+        outcome: str,
+        *,
+        exact: bool = False,
+        size: float = 0.0,
+        floor: Floor | None = None,
+        **values: Any,
     ) -> None:
+        """Count a comparison under its laws, and keep a mismatch with these ``values`` unless it passes."""
         if outcome == "pass" and floor is not None:
             self._precisions.setdefault(floor.precision)
-        for law in {place.law, *place.scenarios}:
-            entry = self._entries[law]
+        for entry in self._under(place):
             entry.checked += 1
             entry.exact += exact
             entry.wrong += outcome != "pass"
             entry.outcomes.add(outcome)
-            entry.entered.add(place.compared)
+            entry.entered.add(_compared(place))
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
+        if outcome != "pass" and place.law not in self._skipped:  # a half-observed law proves no fault
+            values |= {} if floor is None else {"error": size, "limit": floor.limit or None}
+            self.mismatches.append(replace(place, **values))
 
-    def _note(self, mismatch: Mismatch) -> None:
-        if mismatch.law not in self._skipped:  # a half-observed law proves no fault
-            self.mismatches.append(mismatch)
-
-    def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
+    def _keep(self, place: Mismatch, outcome: str, **numbers: Any) -> None:
         """Store a comparison's numbers, for laws with entries per item."""
         if place.law in _KEPT:
-            at = place.where
-            where = at.rank, at.stage, at.microbatch, at.parameter
-            self.compared[place.law, *where] = replace(Compared(place.law, at.operation, outcome, *where), **numbers)
+            where = place.rank, place.stage, place.microbatch, place.parameter
+            self.compared[place.law, *where] = Compared(place.law, place.operation, outcome, *where, **numbers)
+
+
+def _compared(place: Mismatch) -> tuple[int, str | int | None]:
+    """Return the operation, with its parameter or microbatch."""
+    return place.operation, place.microbatch if place.parameter is None else place.parameter
 
 
 def _brief_sizes(observed: Sketch, expected: Sketch, began: float | None) -> tuple[Size, Size]:

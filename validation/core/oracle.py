@@ -116,7 +116,7 @@ class Requirements(Conditions):
 
     config: the run's name. bindings: its numbers in words. tied: parameters with copies in several stages, as names by
     stage. skipped: inapplicable laws with reasons. missed: unobserved laws with reasons. remarks: notes on other laws.
-    every_rank: if False, ranks may leave losses and norm to others. results_decide: if all results are right, calls,
+    foreign: the step is not ours. Its ranks may leave losses and norm to others; and if all results are right, calls,
     boundaries and starting weights decide nothing.
     """
 
@@ -127,6 +127,5 @@ class Requirements(Conditions):
     skipped: Mapping[str, str] = field(default_factory=dict)
     missed: Mapping[str, str] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
-    every_rank: bool = True
-    results_decide: bool = False
+    foreign: bool = False
     bindings: str = ""

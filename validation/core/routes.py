@@ -5,12 +5,14 @@ A changed expert counts as rounding if rounding on this run can move its scores 
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger
+from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.observed import Observed, Routed
 from pipeproof.core.observe.routes import Route
 from pipeproof.core.oracle import Answer
@@ -26,21 +28,20 @@ _WORDS = {  # the noun, and its verb for one and for several; False: choices by 
 }
 
 
-def judge_routes(ledger: Ledger, number: int, scenarios: frozenset[str], answer: Answer, observed: Observed) -> None:
+def judge_routes(ledger: Ledger, number: int, answer: Answer, observed: Observed) -> None:
     """Compare each rank's routes in operation ``number``. Ranks with a common stage and microbatch must choose alike.
 
-    scenarios: laws about the operation. A token counts once, by its worst choice.
+    A token counts once, by its worst choice.
     """
     first: dict[Routed, tuple[int, Sequence[Route]]] = {}
     counts: dict[bool, Counter[str]] = defaultdict(Counter)  # tokens by outcome; False: expert choices
     for rank, operations in enumerate(observed.ranks):
         for at, routes in operations[number].routes.items():
             leader, known = first.setdefault(at, (rank, routes))
-            where = {"rank": rank, "stage": at.stage, "microbatch": at.microbatch, "router": at.router}
-            place = Heading.at(LAW, number, scenarios, **where, beside=None if leader == rank else leader)
+            place = Mismatch(LAW, number + 1, rank=rank, stage=at.stage, microbatch=at.microbatch, router=at.router)
             if leader != rank:
                 same = all(one.chosen_TK.equal(two.chosen_TK) for one, two in zip(routes, known, strict=True))
-                ledger.hold(place, same, "other experts", f"those that rank {leader} chose")
+                ledger.hold(replace(place, beside=leader), same, "other experts", f"those that rank {leader} chose")
                 continue
             expected = answer.expected.contributions[at.microbatch].choices[at.router]
             experts, outcomes = of_experts(expected), list[list[str]]()
@@ -58,7 +59,7 @@ def judge_routes(ledger: Ledger, number: int, scenarios: frozenset[str], answer:
 
 
 def _judge_tokens(
-    ledger: Ledger, place: Heading, route: Route, choice: Choice, floor: Callable[[], Floor], *, experts: bool
+    ledger: Ledger, place: Mismatch, route: Route, choice: Choice, floor: Callable[[], Floor], *, experts: bool
 ) -> list[str]:
     """Return each token's outcome; empty for an unchanged route.
 

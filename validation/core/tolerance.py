@@ -54,11 +54,12 @@ class Floor:
     alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
 
     def through(self, dtype: torch.dtype) -> "Floor":
-        """Return the floor after a cast through ``dtype``, if narrower."""
-        narrow = precision_of(dtype)
+        """Return the floor after a cast through ``dtype``, if narrower. A sum so cast rounds no less than that."""
+        narrow, sums = precision_of(dtype), self.sums
+        cast = self if sums is None or narrow.unit <= sums.precision.unit else replace(self, sums=None)
         if narrow.unit <= self.precision.unit:
-            return self
-        return replace(self, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
+            return cast
+        return replace(cast, precision=narrow, rounding=max(self.rounding, narrow.unit), led=math.inf)
 
     def of_sum(self, part: float, *, parts: int, whole: float, every: float | None = None) -> "Floor":
         """Return the floor for a sum with ``parts`` equally rounded summands.

@@ -7,7 +7,7 @@ is the step's, in the first ones it came down with the output gradients.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pipeproof.core.cause import Cause, RuledOut, join_numbers
+from pipeproof.core.cause import Cause, RuledOut
 from pipeproof.core.observe.likeness import Likeness
 from pipeproof.core.tolerance import error, stands_for_none
 from pipeproof.explain.atoms import Explanation, Term, Update
@@ -16,7 +16,7 @@ from pipeproof.explain.limits import ALIKE, CLOSE
 from pipeproof.explain.microbatch_weights import faults_in_counts, uniform
 from pipeproof.explain.mixed_gradients import find_mixed, gradient_of
 from pipeproof.explain.solver import tell_within
-from pipeproof.explain.tied import Shares, of_copies
+from pipeproof.explain.tied import Shares, name_open, of_copies
 from pipeproof.reference.step import Stage
 
 _NOTHING = "no multiple of what the others say"
@@ -216,13 +216,7 @@ def _unknown(
                 what = _NOTHING if where is None else f"wrong in {where} alone, by no known fault"
                 text = "; ".join(filter(None, (what, odd.words)))
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is {text}"
-    for copy in tied:
-        if not copy.explained and not copy.apart and not copy.joint:
-            yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
-
-    open_ = (copy for copy in tied if copy.joint and not copy.explained and not copy.apart)
-    for name, joint in dict.fromkeys((copy.parameter, copy.joint) for copy in open_):
-        yield f"what stages {join_numbers(joint)} each give to {name} is not known apart, so its fault is not known"
+    yield from name_open(tied)
 
 
 def _rule_out(

@@ -3,7 +3,7 @@
 A wrong tensor with right inputs is the first; anything after it is consequence.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,9 +29,9 @@ from pipeproof.core.tolerance import agrees
 from pipeproof.explain.known import Known
 from pipeproof.explain.likeness import likeness
 from pipeproof.explain.limits import MANY
+from pipeproof.pipeline.action import Action, Kind
 
 Tensors = Sequence[Tensor | None]
-_ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Ground:
 
 
 def divergences(
-    recording: Recording, ground: Ground, placement: Sequence[int], slots: Mapping[str, int]
+    recording: Recording, ground: Ground, placement: Sequence[int], slots: Mapping[Action, int]
 ) -> list[Divergence]:
-    """The first wrong tensors, in dataflow order; ``slots`` by action text.
+    """The first wrong tensors, in dataflow order; ``slots`` by action.
 
     With ``ground.limit`` above 0 and no tensor beyond it, return those that differ in bits alone.
     """
@@ -101,10 +101,18 @@ def divergences(
             each = (likeness(one, other, Label(point, number=k), known=known) for k, one, other in right)
             shape = Likeness("shape", forms=(f"{len(observed)} tensors", f"{len(expected)}"))
             what = next((one for one in each if one is not None), shape)
-        texts = [f"{stage}{kind}{microbatch}" for kind in {"F": "F", "B": "BI", "W": "W"}[_ACTION[where]]]
-        action = next((text for text in texts if text in slots), texts[0])
-        found.append(Divergence(placement[stage], point, action, slots.get(action), what, met, slots.get(action, 0)))
+        action = action_at(point, slots)
+        slot = slots.get(action)
+        found.append(Divergence(placement[stage], point, str(action), slot, what, met, slot or 0))
     return found
+
+
+def action_at(point: Point, executed: Collection[Action]) -> Action:
+    """The action at ``point`` in its rank's own notation: a backward is whole, or split."""
+    kinds = [Kind.BACKWARD_WEIGHT] if point.where == LATE else [Kind.BACKWARD, Kind.BACKWARD_INPUT]
+    kinds = [Kind.FORWARD] if point.where in FORWARD_POINTS else kinds
+    actions = [Action(point.stage, kind, point.microbatch) for kind in kinds]
+    return next((one for one in actions if one in executed), actions[0])
 
 
 def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:

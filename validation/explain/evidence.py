@@ -10,13 +10,13 @@ from torch import Tensor
 from pipeproof.core.limits import PRECISIONS
 from pipeproof.core.observe.observed import Observed, Passed
 from pipeproof.core.observe.recording import RECEIVED, Recording, Site
-from pipeproof.core.old_weights import StaleCall, WithWeights
+from pipeproof.core.old_weights import OldWeights, StaleCall, WithWeights, find_old_weights
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.atoms import Update
 from pipeproof.explain.attribution import Attribution, attribute, update_of
 from pipeproof.explain.divergence import Divergence, Ground, divergences
 from pipeproof.explain.loss_scale import LossScale
-from pipeproof.explain.members import Makeup, Members, makeups
+from pipeproof.explain.members import Copy, Members, are_alike, makeups
 from pipeproof.explain.played import ModelBeside, Played, Setup, model_beside, play
 from pipeproof.reference.copies import copies_apart
 from pipeproof.reference.step import Expected, Gradient
@@ -162,6 +162,16 @@ class Evidence:
         return self.played[self.number].expected if self.right is None else self.right.expected
 
     @property
+    def old_weights(self) -> OldWeights | None:
+        """The old weights with which the reference reproduces the failing operation, or None."""
+        if self.right is None or self.with_weights is None:
+            return None
+        summed = self.expected.gradients if self.operation == "train" else {}  # others belong to no expected sum
+        facts = self.verdict, self.gradients, {name: one for (_, name), one in summed.items()}, self.placement
+        known, earlier, play = self.right.weights, self.earlier_weights, self.with_weights
+        return find_old_weights(*facts, known=known, earlier=earlier, play=play)
+
+    @property
     def recording(self) -> Recording | None:
         """The failing operation's recording, if any."""
         return self.recording_of(self.number) if self.playable is not None and self.run is not None else None
@@ -194,7 +204,7 @@ class Evidence:
     def _divergences(self) -> tuple[int, list[Divergence]]:
         for number, recording in self._recordings.items():
             executed = [rank[number].executed for rank in self.observed.ranks]
-            slots = {str(action): slot for actions in executed for slot, action in enumerate(actions)}
+            slots = {action: slot for actions in executed for slot, action in enumerate(actions)}
             if found := divergences(recording, self.ground(number), self.observed.schedule.placement, slots):
                 return number, found
         return self.number, []
@@ -223,16 +233,14 @@ class Evidence:
         return attribute(update_of(self.setup, self.observed.gradients(updates[0]), played))
 
     @cached_property
-    def makeups(self) -> Mapping[str, Makeup]:
-        """By parameter, counts in the gradients on all holding ranks."""
+    def makeups(self) -> Mapping[str, Sequence[Copy]]:
+        """By parameter, the gradients on all holding ranks, with their counts."""
         return {} if self.members is None else makeups(self.members, self.expected)
 
     @property
     def shards_apart(self) -> bool:
         """True if gradient shards differ in their counts."""
-        return (
-            self.members is not None and self.members.in_shards and not all(one.alike for one in self.makeups.values())
-        )
+        return self.members is not None and self.members.in_shards and not all(map(are_alike, self.makeups.values()))
 
     @property
     def unexplained(self) -> tuple[str, ...]:
@@ -280,8 +288,8 @@ class Evidence:
 
     def ground(self, number: int) -> Ground:
         """Reference tensors for a recording of operation ``number``."""
-        earlier = [one.tensors() for one in reversed(self.played[:number])]
-        return Ground(self.played[number].tensors(), earlier, self.limit)
+        earlier = [one.tensors for one in reversed(self.played[:number])]
+        return Ground(self.played[number].tensors, earlier, self.limit)
 
 
 def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:

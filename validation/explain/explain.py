@@ -122,7 +122,7 @@ def _rule_out_calls(evidence: Evidence) -> RuledOut | None:
 
 def _rule_out_crossings(evidence: Evidence) -> RuledOut | None:
     """Every boundary tensor was recorded, and equals the reference's."""
-    expected, recording = set(evidence.played[evidence.number].tensors()), evidence.recording
+    expected, recording = set(evidence.played[evidence.number].tensors), evidence.recording
     if recording is None:
         return None
     if not any(point.where == LATE for point in recording.tensors):  # no backward was split

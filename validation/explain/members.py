@@ -184,7 +184,7 @@ class Copy:
     """A rank's gradient of a parameter, or a part, flat and in fp64 (D).
 
     ``rows``: each microbatch's addend (M, D), or the sum of all (1, D). ``limit``: rounding of a sum of these;
-    ``loose``: rounding of sums over ranks.
+    ``loose``: rounding of sums over ranks. ``counts``: how often each row is in it; None if unknown.
     """
 
     rank: int
@@ -194,6 +194,7 @@ class Copy:
     rows: Tensor
     limit: float
     loose: float
+    counts: Counts | None = None
 
     @property
     def expected(self) -> Tensor:
@@ -209,27 +210,14 @@ class Copy:
         return len(counts) == len(self.rows) and residual_of(self.observed, self.rows, counts) <= limit
 
 
-@dataclass(frozen=True)
-class Makeup:
-    """A parameter's copies with their counts; None if unknown."""
-
-    copies: Sequence[Copy]
-    counts: Sequence[Counts | None]
-
-    @property
-    def right(self) -> bool:
-        """True if every copy contains each microbatch once."""
-        return all(one.right for one in self.copies)
-
-    @property
-    def alike(self) -> bool:
-        """True if all copies have equal counts, or unknown ones."""
-        known = [(copy, one) for copy, one in zip(self.copies, self.counts, strict=True) if one is not None]
-        return not known or any(all(copy.fits(counts) for copy, _ in known) for _, counts in known)
+def are_alike(copies: Sequence[Copy]) -> bool:
+    """True if all have equal counts, or unknown ones."""
+    known = [(one, one.counts) for one in copies if one.counts is not None]
+    return not known or any(all(one.fits(counts) for one, _ in known) for _, counts in known)
 
 
-def makeups(members: Members, expected: Expected) -> dict[str, Makeup]:
-    """By parameter, the counts of ranks' copies and shards; only parameters with an expected gradient.
+def makeups(members: Members, expected: Expected) -> dict[str, Sequence[Copy]]:
+    """By parameter, ranks' copies and shards with their counts; only parameters with an expected gradient.
 
     Few elements decide nothing by themselves: they are compared with the counts of the rank's other wrong gradients.
     """
@@ -241,15 +229,16 @@ def makeups(members: Members, expected: Expected) -> dict[str, Makeup]:
     known = {place: _counts_of(list(some)) for place, some in groupby(wrong, key=lambda one: (one.rank, one.stage))}
     replicas = members.replicas
 
-    def counts_of(copy: Copy) -> Counts | None:
+    def counted(copy: Copy) -> Copy:
         count = len(copy.rows)
         own = {*replicas.share(copy.rank)} if replicas.count > 1 and count == replicas.microbatches else set[int]()
         # The rank's microbatches alone, once each, or divided by only their number.
         alone = [tuple(times * (m in own) for m in range(count)) for times in (1.0, float(replicas.count)) if own]
         likely = [(1.0,) * count, *alone, known.get((copy.rank, copy.stage))]
-        return next((counts for counts in likely if counts and copy.fits(counts)), None) or _counts_of([copy])
+        fitting = next((counts for counts in likely if counts and copy.fits(counts)), None)
+        return replace(copy, counts=fitting or _counts_of([copy]))
 
-    return {name: Makeup(copies, [counts_of(one) for one in copies]) for name, copies in found.items()}
+    return {name: [counted(one) for one in copies] for name, copies in found.items()}
 
 
 def _copies(name: str, members: Members, expected: Expected) -> list[Copy]:

@@ -26,10 +26,9 @@ from pipeproof.core.observe.recording import (
     Point,
 )
 from pipeproof.core.observe.sketch import Sketch
-from pipeproof.reference.boundary import Boundary, boundary
 from pipeproof.reference.copied import deep_copy
 from pipeproof.reference.data import Batch
-from pipeproof.reference.model import Model
+from pipeproof.reference.model import LossFn, Model
 from pipeproof.reference.outputs import Place, module_of, order_of_use, outputs_noted
 from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference, objective
 from pipeproof.reference.traced import Traced
@@ -66,27 +65,12 @@ Tensors = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Played:
-    """A reference operation: expected result, boundary tensors, and initial model."""
+    """A reference operation: expected result, expected tensors of a recording at every point, and initial model."""
 
     number: int
     expected: Expected
-    boundaries: tuple[Boundary, ...]
+    tensors: Mapping[Point, Tensors]
     model: Model
-
-    def tensors(self) -> dict[Point, Tensors]:
-        """Expected tensors of a recording at every point."""
-        found: dict[Point, Tensors] = {}
-        for m, one in enumerate(self.boundaries):
-            last = len(one.inputs) - 1
-            for stage, (inputs, outputs) in enumerate(zip(one.inputs, one.outputs, strict=True)):
-                there: dict[str, Tensors | None] = {GIVEN: inputs, USED: inputs, MADE: outputs}
-                there |= {OUTPUT: outputs} if stage < last else {LOSS: (one.loss,)}
-                if one.output_gradients:
-                    received = one.output_gradients[stage] if stage < last else None
-                    there |= {RECEIVED: received, KEPT: inputs, LATE: received, HANDED_ON: one.input_gradients[stage]}
-                    there[FLOWED] = one.flows[stage]
-                found |= {Point(stage, m, where): values for where, values in there.items() if values is not None}
-        return found
 
 
 def play(setup: Setup, observed: Observed | None, until: int) -> list[Played]:
@@ -99,16 +83,60 @@ def play(setup: Setup, observed: Observed | None, until: int) -> list[Played]:
         name, batches = setup.plan[number], setup.batches(number)
         loss_fn, divisor = objective(model, batches, setup.recipe)
         before = copy.deepcopy(model)
-        cut = copy.deepcopy(before)  # forwards may leave something behind
-        boundaries = tuple(
-            boundary(cut, batch, stages=setup.layers, loss_fn=loss_fn, divisor=divisor, training=name != "eval")
-            for batch in batches
-        )
+        cut = copy.deepcopy(before).train(name != "eval")  # forwards may leave something behind
+        tensors: dict[Point, Tensors] = {}
+        for m, batch in enumerate(batches):
+            tensors |= _pass_through(cut, batch, m, setup.layers, loss_fn, divisor)
         ran = dict.fromkeys(range(setup.stages), every) if observed is None else observed.backwards(number)
         orders = {s: o if sorted(o) == every else every for s, o in ran.items()}
         expected = reference.perform(name, batches, orders=orders, max_norm=setup.max_norm(number))
-        played.append(Played(number, expected, boundaries, before))
+        played.append(Played(number, expected, tensors, before))
     return played
+
+
+def _pass_through(
+    model: Model, batch: Batch, m: int, layers: Sequence[range], loss_fn: LossFn, divisor: float
+) -> dict[Point, Tensors]:
+    """Run microbatch ``m`` through ``model`` in stages, and back unless in evaluation: the tensors at every point.
+
+    The graph is cut at a pipeline's boundaries, which on one device does not change a bit.
+    """
+    inputs, outputs, given = [], [], batch.inputs
+    with torch.set_grad_enabled(model.training):
+        for own in layers:
+            inputs.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given))
+            given = model.through(own, inputs[-1])
+            outputs.append(given)
+        (output,) = given
+        loss = loss_fn(output, batch.target)
+    found: dict[Point, Tensors] = {}
+    received, last = _flow((loss / divisor,), (None,), given), len(layers) - 1
+    for stage in reversed(range(len(layers))):
+        there: dict[str, Tensors] = {GIVEN: inputs[stage], USED: inputs[stage], MADE: outputs[stage]}
+        there |= {OUTPUT: outputs[stage]} if stage < last else {LOSS: (loss,)}
+        if model.training:
+            flowed, handed_on = (_flow(outputs[stage], received, to) for to in (outputs[stage], inputs[stage]))
+            from_next = {RECEIVED: received, LATE: received} if stage < last else {}
+            there |= {**from_next, KEPT: inputs[stage], HANDED_ON: handed_on, FLOWED: flowed}
+            received = handed_on
+        plain = {where: tuple(None if one is None else one.detach() for one in each) for where, each in there.items()}
+        found = {Point(stage, m, where): each for where, each in plain.items()} | found
+    return found
+
+
+def _flow(outputs: Sequence[Tensor], received: Tensors, to: Sequence[Tensor]) -> Tensors:
+    """Gradients at ``to`` from those that outputs ``received``, None without flow. A loss needs none."""
+    pairs = [
+        pair
+        for pair in zip(outputs, received, strict=True)
+        if pair[0].requires_grad and (pair[1] is not None or not pair[0].dim())
+    ]
+    wanted = [tensor for tensor in to if tensor.requires_grad]
+    if not pairs or not wanted:
+        return (None,) * len(to)
+    ends, starts = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ends, wanted, starts, retain_graph=True, allow_unused=True))
+    return tuple(next(found) if tensor.requires_grad else None for tensor in to)
 
 
 Planted = Callable[[nn.Module], AbstractContextManager[Any]]  # while it is open, something is otherwise in the model

@@ -7,21 +7,12 @@ from pipeproof.core.cause import Cell
 from pipeproof.core.measured import Measured, Sight, Weights
 from pipeproof.core.measuring import sight, trace_of
 from pipeproof.core.observe.likeness import Likeness
-from pipeproof.core.observe.recording import (
-    FLOWED,
-    FORWARD_POINTS,
-    GIVEN,
-    HANDED_ON,
-    LATE,
-    LOSS,
-    MADE,
-    RECEIVED,
-)
+from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, LATE, LOSS, MADE, RECEIVED
 from pipeproof.core.tolerance import error
 from pipeproof.core.verdict import Verdict
-from pipeproof.explain.divergence import is_right
+from pipeproof.explain.divergence import action_at, is_right
 from pipeproof.explain.evidence import Evidence
-from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.action import Action
 
 # Kept even if right; at other points only wrong tensors are kept.
 _ALWAYS = (GIVEN, MADE, LOSS, RECEIVED, FLOWED, HANDED_ON, LATE)
@@ -62,11 +53,7 @@ def _sights(evidence: Evidence, number: int) -> Mapping[Action, Sequence[Sight]]
         one = sight(point, point.where, right, what, error=max(errors, default=None), limit=ground.limit)
         if point.where not in _ALWAYS and one.agrees:
             continue
-        kinds = [Kind.BACKWARD_WEIGHT] if point.where == LATE else [Kind.BACKWARD, Kind.BACKWARD_INPUT]
-        kinds = [Kind.FORWARD] if point.where in FORWARD_POINTS else kinds  # a backward in the rank's own notation
-        actions = [Action(point.stage, kind, point.microbatch) for kind in kinds]
-        action = next((one for one in actions if one in executed), actions[0])
-        found.setdefault(action, []).append(one)
+        found.setdefault(action_at(point, executed), []).append(one)
     return {action: sorted(sights, key=lambda one: (one.made, one.what)) for action, sights in found.items()}
 
 

@@ -7,15 +7,13 @@ Legend: D elements, N atoms. Everything in fp64. Orthogonal least squares is Che
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from pipeproof.core.limits import APART, FP32, coarsest, precision_of
 from pipeproof.core.tolerance import Floor, rounding_of, stands_for_none
-from pipeproof.explain.atoms import Atom, Term
+from pipeproof.explain.atoms import Term
 from pipeproof.explain.limits import ALIKE, CHANCE, CLOSE, DECIDED, FEW, TELLING
 from pipeproof.reference.step import Gradient
 
@@ -199,64 +197,6 @@ def find_alike(atoms: Tensor, picked: Sequence[int], limit: float) -> set[int]:
     unit = atoms / atoms.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     close = (unit[list(picked)] @ unit.T).abs() >= 1 - max(limit**2 / 2, 1e-12)
     return {k for k, row in zip(picked, close, strict=True) if int(row.sum()) > 1}
-
-
-@dataclass(frozen=True)
-class System:
-    """A stage's gradients, all parameters end to end, with atoms as rows; each scaled alike by its expected gradient.
-
-    ``sizes`` by parameter.
-    """
-
-    atoms: Sequence[Atom]
-    sizes: Mapping[str, int]
-    target: Tensor
-    rows: Tensor
-
-    @classmethod
-    def of(cls, atoms: Sequence[Atom], expected: Mapping[str, Tensor], observed: Mapping[str, Gradient]) -> Self:
-        """Build the system for the parameters in ``expected``, in fp64; zeros for None."""
-        sizes = {name: one.numel() for name, one in expected.items()}
-        scales = torch.tensor([one.double().norm().item() or 1.0 for one in expected.values()], dtype=torch.float64)
-        every = [observed, *(atom.gradients for atom in atoms)]
-        made = torch.empty(len(every), sum(sizes.values()), dtype=torch.float64)
-        for row, gradients in zip(made, every, strict=True):
-            found = [(size, gradients.get(name)) for name, size in sizes.items()]
-            flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
-            torch.cat([torch.zeros(0), *flat], out=row)
-        made.div_(scales.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)))
-        return cls(atoms, sizes, made[0], made[1:])
-
-    def only(self, names: Sequence[str]) -> Self:
-        """Restrict to ``names``."""
-        chosen = torch.tensor([name in names for name in self.sizes], dtype=torch.bool)
-        kept = chosen.repeat_interleave(torch.tensor([*self.sizes.values()], dtype=torch.int64))
-        sizes = {name: size for name, size in self.sizes.items() if name in names}
-        return replace(self, sizes=sizes, target=self.target[kept], rows=self.rows[:, kept])
-
-    @cached_property
-    def size(self) -> int:
-        """Count elements, without constant zeros."""
-        return int(((self.rows != 0).any(dim=0) | (self.target != 0)).sum())
-
-    def conclusive(self, used: int, limit: float) -> bool:
-        """True if an explanation by ``used`` atoms cannot be chance."""
-        return conclusive(self.size, used=used, atoms=len(self.atoms), limit=limit)
-
-    def residual(self, terms: Mapping[Term, float]) -> float:
-        """Residual over all parameters after ``terms``, relative to the addends' size."""
-        return residual_of(self.target, self.rows, [terms.get(atom.term, 0.0) for atom in self.atoms])
-
-    def residuals(self, terms: Mapping[Term, float]) -> dict[str, float]:
-        """The same for each parameter."""
-        weights, sizes = [terms.get(atom.term, 0.0) for atom in self.atoms], [*self.sizes.values()]
-        parts = zip(self.sizes, torch.split(self.target, sizes), torch.split(self.rows, sizes, dim=1), strict=True)
-        return {name: residual_of(target, rows, weights) for name, target, rows in parts}
-
-
-def drop_small(terms: Mapping[Term, float]) -> dict[Term, float]:
-    """Drop wrong terms with negligible coefficients."""
-    return {term: c for term, c in terms.items() if term.nominal or abs(c) > ALIKE}
 
 
 def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:

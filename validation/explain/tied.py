@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeproof.core.cause import Cause
+from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.tolerance import error, same_bits
 from pipeproof.explain.atoms import Explanation, Update, total
 from pipeproof.explain.likeness import is_reordered
@@ -21,7 +21,8 @@ class Shares:
 
     ``explained``: only rounding is left. ``absent``: "missing" or "zero" in place of any count. ``turned``: the stage
     whose share has its elements in another order. ``joint``: stages whose shares are known only together, counted at
-    the first. ``apart``: groups of stages with equal copies; the groups together make the whole sum.
+    the first. ``apart``: groups of stages with equal copies; the groups together make the whole sum. ``lacking``: the
+    microbatches that a stage's share lacks, where nothing else is wrong.
     """
 
     stage: Stage
@@ -32,17 +33,18 @@ class Shares:
     turned: Stage | None = None
     joint: tuple[Stage, ...] = ()
     apart: tuple[tuple[Stage, ...], ...] = ()
+    lacking: tuple[tuple[Stage, tuple[int, ...]], ...] = ()
 
     @property
     def alone(self) -> bool:
         """True if the stage's share counts once, and nothing else."""
-        plain = self.explained and not self.absent and self.turned is None and not self.joint
+        plain = self.explained and not self.absent and self.turned is None and not self.joint and not self.lacking
         return plain and all(count == (stage == self.stage) for stage, count in self.counts.items())
 
     @property
     def right(self) -> bool:
         """True if every share counts once."""
-        whole = not self.absent and self.turned is None and not self.apart
+        whole = not self.absent and self.turned is None and not self.apart and not self.lacking
         return self.explained and whole and all(count == 1 for count in self.counts.values())
 
 
@@ -66,6 +68,20 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
                 copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)
             else:
                 copy = shares_of((stage, name), observed, shares, limit)
+                if observed is not None and not copy.explained:
+                    each = {
+                        (s, atom.term.activation): one
+                        for s, own in copies.items()
+                        for atom in stages[s].atoms
+                        if atom.term.nominal
+                        and atom.term.what == "pair"
+                        and (one := atom.gradients.get(own)) is not None
+                    }
+                    counts = counts_of(observed, [*each.values()], limit) if each else None
+                    if counts is not None and set(counts) == {0.0, 1.0}:
+                        lost = [at for at, count in zip(each, counts, strict=True) if not count]
+                        lacking = [(s, tuple(m for of, m in lost if of == s)) for s in sorted({of for of, _ in lost})]
+                        copy = Shares(stage, name, {}, explained=True, lacking=tuple(lacking))
             joint = _joint(copies, shares)
             apart = _groups_apart(update, copies, expected, limit) if joint else ()
             found.append(replace(copy, joint=joint, apart=apart))
@@ -127,6 +143,15 @@ def _groups_apart(
     return tuple(tuple(stages) for _, stages in groups) if whole else ()
 
 
+def name_open(tied: Sequence[Shares]) -> Iterator[str]:
+    """Say which copies no count of shares explains."""
+    open_ = [copy for copy in tied if not copy.explained and not copy.apart]
+    for copy in (one for one in open_ if not one.joint):
+        yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
+    for name, joint in dict.fromkeys((copy.parameter, copy.joint) for copy in open_ if copy.joint):
+        yield f"what stages {join_numbers(joint)} each give to {name} is not known apart, so its fault is not known"
+
+
 def of_copies(every: Sequence[Mapping[Stage, str]], tied: Sequence[Shares]) -> Iterator[Cause]:
     """Yield a cause for each tied parameter in ``every``, and a stage if only one copy differs."""
     for copies in every:
@@ -169,6 +194,11 @@ def _cause(copy: Shares, copies: Mapping[Stage, str], where: str) -> Cause:
     if copy.turned is not None:
         detail = f"its share is in another order, in {where}"
         return Cause("altered", stage=copy.turned, parameter=copies[copy.turned], detail=detail)
+    if copy.lacking:
+        several = [f"microbatch{'es' * (len(those) > 1)} {join_numbers(those)}" for _, those in copy.lacking]
+        each = [f"the share of stage {s} without {what}" for (s, _), what in zip(copy.lacking, several, strict=True)]
+        lost = sorted({m for _, those in copy.lacking for m in those})
+        return replace(wrong, microbatches=tuple(lost), detail="; ".join(each))
     joint = f"stages {', '.join(map(str, copy.joint))} together"
     names = {stage: joint if stage in copy.joint else f"stage {stage}" for stage in copy.counts}
     detail = ", ".join(f"the share of {names[stage]} {count:g} times" for stage, count in copy.counts.items())

@@ -5,7 +5,7 @@ A user's schedule goes by file name, and is read once: the file's content travel
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,14 @@ MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", *
 LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
 FUZZED_DTYPES = DTYPES[:2]  # common in training
+_KNOWN: Mapping[str, tuple[str, str, Sequence[str]]] = {  # what a value is called, and what it may be
+    "model": ("model", "", MODELS),
+    "dtype": ("dtype", "", DTYPES),
+    "loss": ("loss", "", LOSSES),
+    "runtime": ("runtime", "", RUNTIMES),
+    "options": ("option", "", OPTIONS),
+    "plan": ("operation", " in the plan", OPERATIONS),
+}
 
 
 def plainest_first(models: Iterable[str]) -> list[str]:
@@ -94,34 +102,19 @@ class Case:
                 texts = (numbers.format(*shape) for shape in (found, said))
                 raise CaseError(f"{self.schedule} has {', not '.join(texts)}")
         by_sizes(sum(self.split), self.built.n_stages, self.split)
-        choices = (
-            ("model", self.model, MODELS),
-            ("dtype", self.dtype, DTYPES),
-            ("loss", self.loss, LOSSES),
-            ("runtime", self.runtime, RUNTIMES),
-            *(("option", option, OPTIONS) for option in self.options),
-        )
-        for what, value, known in choices:
-            if value not in known:
-                raise CaseError(f"unknown {what} {value!r}: {list_known(value, known)}")
+        for name, (what, where, known) in _KNOWN.items():
+            value = getattr(self, name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one not in known:
+                    raise CaseError(f"unknown {what} {one!r}{where}: {list_known(one, known)}")
         if why := accelerator.refusal(self.device):
             raise CaseError(why)
-        for operation in self.plan:
-            if operation not in OPERATIONS:
-                raise CaseError(f"unknown operation {operation!r} in the plan: {list_known(operation, OPERATIONS)}")
         if not self.plan or self.plan[-1] != "train":
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
-        reason = why_not(
-            self.runtime,
-            self.options,
-            schedule=self.schedule,
-            model=self.model,
-            shape=(self.ranks, self.stages, self.microbatches, self.replicas),
-            sizes_differ=self.sizes_differ,
-            specimen=self.specimen,
-        )
-        if reason:
+        of_case = {name: getattr(self, name) for name in ("schedule", "model", "sizes_differ", "specimen")}
+        shape = (self.ranks, self.stages, self.microbatches, self.replicas)
+        if reason := why_not(self.runtime, self.options, shape=shape, **of_case):
             raise CaseError(f"runtime={self.runtime} cannot run this: {reason}")
 
     @property
@@ -207,7 +200,7 @@ class Case:
                 f"not a case: {text!r}; expected a schedule, ranks, stages and microbatches first, "
                 "e.g. 1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17"
             )
-        name, ranks, stages, microbatches = shape[1], int(shape[2]), int(shape[3]), int(shape[4])
+        name, (ranks, stages, microbatches) = shape[1], map(int, shape.group(2, 3, 4))
         options: dict[str, Any] = {}
         for word in shape[5].split():
             option, value = _option(word, text)

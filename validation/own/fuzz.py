@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from pipeproof.core.measured import Measured
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.own.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
-from pipeproof.own.validator import crash_verdict, validate
+from pipeproof.own.validator import crash_verdict, decided_by, validate
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
@@ -106,7 +107,7 @@ class SmallestFailure:
     """The smallest failing case that shrinking reached, with its verdict, which is a crash's where the ranks failed.
 
     ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
-    ``decision``: what decided the run; None on real ranks.
+    ``decision``: what decided the run; None on real ranks. ``run`` lets the verdict's replay line name it.
     """
 
     case: Case
@@ -134,11 +135,10 @@ class Tally:
     @property
     def smallest(self) -> SmallestFailure | None:
         """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
-        if not self.failures:
-            return None
         times = Counter(found.case for found in self.failures)
         again = [found for found in self.failures if times[found.case] > 1]
-        return min(again or self.failures, key=lambda one: (one.case.stages, one.case.microbatches, one.case.layers))
+        sizes = attrgetter("case.stages", "case.microbatches", "case.layers")
+        return min(again or self.failures, key=sizes, default=None)
 
     @property
     def cases(self) -> int:
@@ -148,39 +148,40 @@ class Tally:
     @property
     def details(self) -> str:
         """How many cases each schedule had, replicas had, and each that decides simulated ranks, in a line or two."""
-        listed = {
-            what: ", ".join(f"{name} {count}" for name, count in sorted(by.items())) for what, by in self.counts.items()
-        }
+
+        def listed(what: str) -> str:
+            return ", ".join(f"{name} {count}" for name, count in sorted(self.counts[what].items()))
+
         several = sum(count for replicas, count in self.counts["replicas"].items() if replicas != "1")
-        drawn = {"transports": listed["transports"], "interleavings": listed["deciders"]}
-        lines = (
-            listed["schedules"] + (f"; {some(several, 'case')} with replicas" if several else ""),
-            "; ".join(f"{what}: {counts}" for what, counts in drawn.items() if counts),
-        )
-        return "\n".join(lines).rstrip("\n")
+        first = listed("schedules") + (f"; {some(several, 'case')} with replicas" if several else "")
+        names = {"transports": "transports", "deciders": "interleavings"}
+        drawn = [f"{name}: {listed(what)}" for what, name in names.items() if self.counts[what]]
+        return f"{first}\n{'; '.join(drawn)}".rstrip("\n")
 
     def __str__(self) -> str:
-        counts = self.counts
-        known = ((count, _TIERS.get(one, one)) for one, count in counts["tiers"].most_common() if one != "none")
-        tiers = ", ".join(f"{count} {tier}" for count, tier in known)
-        others = {word: count for word, count in counts["verdicts"].items() if word not in ("pass", "fail")}
-        rest = "".join(f", {count} {word}" for word, count in sorted(others.items()))
-        passed, failed = counts["verdicts"]["pass"], counts["verdicts"]["fail"]
+        verdicts, tiers = self.counts["verdicts"], self.counts["tiers"].most_common()
+        exact = ", ".join(f"{count} {_TIERS.get(tier, tier)}" for tier, count in tiers if tier != "none")
+        others = "".join(
+            f", {count} {word}" for word, count in sorted(verdicts.items()) if word not in ("pass", "fail")
+        )
         rate = f"{self.cases / max(perf_counter() - self.began, 1e-9):.1f} cases/s"
-        each = f"{passed} passed{f' ({tiers})' if tiers else ''}, {failed} failed{rest}"
-        return f"{some(self.cases, 'case')}: {each}; {rate}"
+        passed = f"{verdicts['pass']} passed{f' ({exact})' if exact else ''}"
+        return f"{some(self.cases, 'case')}: {passed}, {verdicts['fail']} failed{others}; {rate}"
 
 
 _unexplained = partial(validate, explain=False)
 
 
 def judge_case(case: Case, world: World, *, validated: Callable[[Case, World], Verdict] = _unexplained) -> Verdict:
-    """The verdict on ``case``, without its cause where that would take a second run; ``validated`` gives it."""
+    """The verdict on ``case``, without its cause where that would take a second run; ``validated`` gives it.
+
+    Its replay line names what decided the run.
+    """
     for _ in world.interleavings():
         verdict = validated(case, world)
         if verdict.outcome != "pass":
             break  # with its seed left in the world, so that who explains it has the same
-    return verdict
+    return decided_by(verdict, world.decision)
 
 
 def fuzz(
@@ -199,7 +200,6 @@ def fuzz(
     rounding leaves undecided, which the tally keeps. ``progress`` is called after every case. ``deciding`` draws what
     decides each case's run on simulated ranks, and is shrunk with the case; None: the world is as it is.
     """
-    every: st.SearchStrategy[Any] = cases() if strategy is None else strategy
 
     def attempt(drawn: tuple[Case, Decision | None]) -> bool:
         case, decision = drawn
@@ -209,28 +209,27 @@ def fuzz(
             verdict = run(case, world)
             outcome: str = verdict.outcome
         except RankFailed as error:
-            verdict, outcome = crash_verdict(case, error), "hang or crash"
+            verdict, outcome = decided_by(crash_verdict(case, error), world.decision), "hang or crash"
         by = world.decision
-        decided = {} if by is None else {"transports": by.transport.value, "deciders": by.decider}
-        named = {"schedules": case.schedule, "replicas": str(case.replicas), "dtypes": case.dtype}
-        for name, value in {"verdicts": outcome, "tiers": verdict.tier, **named, **decided}.items():
+        counted = {"verdicts": outcome, "tiers": verdict.tier, "schedules": case.schedule, "dtypes": case.dtype}
+        counted |= {"replicas": str(case.replicas)}
+        counted |= {} if by is None else {"transports": by.transport.value, "deciders": by.decider}
+        for name, value in counted.items():
             tally.counts[name][value] += 1
         tally.each.append(replace(verdict, measured=Measured()))
         progress()
         # Undecided: all was compared, and what differs is neither rounding for certain nor a fault for certain.
-        ended = verdict.ended or verdict.stopped
-        undecided = outcome == "unknown" and bool(verdict.mismatches) and not ended
-        if undecided or outcome != "pass":
+        undecided = outcome == "unknown" and bool(verdict.mismatches) and not (verdict.ended or verdict.stopped)
+        if outcome != "pass":
             kept = tally.undecided if undecided else tally.failures
             kept.append(SmallestFailure(case, verdict, decision=by))
         return undecided or outcome == "pass"
 
-    def decide(case: Case, deciding: Deciding) -> st.SearchStrategy[tuple[Case, Decision]]:
-        return deciding(case).map(lambda decision: (case, decision))
-
+    every: st.SearchStrategy[Any] = cases() if strategy is None else strategy
     drawn: st.SearchStrategy[Any] = st.tuples(every, st.none())
+    # With the case, not before it: what can decide a case depends on its runtime and ranks, and shrinks after it.
     if deciding is not None:
-        drawn = every.flatmap(partial(decide, deciding=deciding))
+        drawn = every.flatmap(lambda case: deciding(case).map(lambda decision: (case, decision)))
     if draw(drawn, attempt, budget=tally.part or tally.budget, seed_=seed_):
         return tally.failures[-1]  # Hypothesis runs the smallest once more at the end
     again = len({found.case for found in tally.failures}) < len(tally.failures)

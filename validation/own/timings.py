@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 FEWEST = 3  # rounds: fewer show no spread
 
@@ -18,6 +19,17 @@ class Turn:
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     bytes: int = 0
+
+
+class Ratio(NamedTuple):
+    """Step times of one config over those of another, by round and in the median.
+
+    noise: true if noise may explain the ratio: as near to 1 as rounds are to each other, or too few rounds.
+    """
+
+    rounds: tuple[float, ...]
+    value: float
+    noise: bool
 
 
 @dataclass(frozen=True)
@@ -59,28 +71,11 @@ class Timing:
         """Gap between slowest and fastest round, in medians."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds
 
-
-@dataclass(frozen=True)
-class Ratio:
-    """Step time ratio of ``other`` to ``first``, measured in turns."""
-
-    first: Timing
-    other: Timing
-
-    @property
-    def rounds(self) -> list[float]:
-        """Ratio per round: a temporary slowdown affects both, and cancels."""
-        return [other / first for first, other in zip(self.first.rounds, self.other.rounds, strict=True)]
-
-    @property
-    def value(self) -> float:
-        """Median ratio over rounds."""
-        return median(self.rounds)
-
-    @property
-    def noise(self) -> bool:
-        """True if noise may explain the ratio: as near to 1 as rounds are to each other, or too few rounds.
-
-        This covers ranges around 1, and ranges on one side wider than their distance to 1.
-        """
-        return len(self.rounds) < FEWEST or max(self.value, 1 / self.value) <= max(self.rounds) / min(self.rounds)
+    def ratio_to(self, first: "Timing") -> Ratio:
+        """Compare step times with those of ``first``, measured in turns."""
+        # Round by round: a temporary slowdown affects both, and cancels.
+        rounds = tuple(own / other for other, own in zip(first.rounds, self.rounds, strict=True))
+        value = median(rounds)
+        # This covers ranges around 1, and ranges on one side wider than their distance to 1.
+        noise = len(rounds) < FEWEST or max(value, 1 / value) <= max(rounds) / min(rounds)
+        return Ratio(rounds, value, noise)

@@ -36,6 +36,7 @@ class TorchRank:
         self.case, self.context = case, context
         pipeline, peers = groups(context.ranks, case.replicas)
         self.replica, self.place = divmod(context.rank, case.ranks)
+        self._own = slice(self.replica * case.ranks, (self.replica + 1) * case.ranks)  # this replica's ranks
         self.model = model_for(case)
         self.modules = stage_modules(self.model, case, self.place, context.device)
         self.wrapped = dict(self.modules)
@@ -65,33 +66,27 @@ class TorchRank:
     def perform(self, operation: int) -> RankOperation:
         """Run one planned operation."""
         name, every = self.case.plan[operation], data_for(self.case, operation)
-        batches = [every[number] for number in self.case.share(self.replica)]
         _, divisor = objective(self.model, every, Recipe(loss=self.case.loss))
         self.divisor = divisor / self.case.late
         self.recorder.begin()
-        own = self._run(name, [batch.to(self.context.device) for batch in batches])
+        own = self._run(name, [every[number].to(self.context.device) for number in self.case.share(self.replica)])
         rows = self._gather([loss.item() * self.divisor for loss in own])
-        losses = next(filter(None, self._own(rows)), [])
-        total = [loss for row in rows for loss in row]
-        loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
-        executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
-        observed: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
+        # The last stage alone has losses, and one device's total is over all replicas.
+        losses, total = next(filter(None, rows[self._own]), []), [loss for row in rows for loss in row]
+        observed: dict[str, Any] = {"called": tuple(self.recorder.called), "buffers": buffers_of(self.modules)}
         if unseen := self.recorder.fence.broken:
             observed["unseen"] = {"microbatches": unseen}
         if name != "accumulate":
-            observed["loss"] = loss
+            observed["loss"] = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         if name == "train":
             observed["gradients"] = gradients_of(self.modules)
             observed["norm"] = self._update(max_norm_of(self.case, operation))
             observed["parameters"] = parameters_of(self.modules)
-        return RankOperation(name, tuple(losses), executed, **observed)
+        return RankOperation(name, tuple(losses), tuple(self.recorder.executed), **observed)
 
     def _run(self, name: str, batches: list[Batch]) -> list[Tensor]:
-        losses, options, call = (
-            list[Tensor](),
-            dict[str, Any](),
-            self.schedule.eval if name == "eval" else self.schedule.step,
-        )
+        losses, options = list[Tensor](), dict[str, Any]()
+        call = self.schedule.eval if name == "eval" else self.schedule.step
         if name == "accumulate" and "finalize_gradients" in inspect.signature(call).parameters:
             options["finalize_gradients"] = False
         for module in self.wrapped.values():
@@ -112,7 +107,7 @@ class TorchRank:
         """Clip, step and clear. Returns the norm before clipping, over all ranks."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 for grad in gradients]
-        norm = math.sqrt(math.fsum(square for row in self._own(self._gather(squares)) for square in row))
+        norm = math.sqrt(math.fsum(square for row in self._gather(squares)[self._own] for square in row))
         factor = max_norm / (norm + 1e-6)
         for grad in gradients if factor < 1.0 else ():
             grad.mul_(factor)
@@ -124,11 +119,6 @@ class TorchRank:
         rows: list[Any] = [None] * self.context.ranks
         dist.all_gather_object(rows, own, group=self.context.group)
         return rows
-
-    def _own(self, rows: list[list[float]]) -> list[list[float]]:
-        """Select rows from this rank's replica."""
-        first = self.replica * self.case.ranks
-        return rows[first : first + self.case.ranks]
 
 
 Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]

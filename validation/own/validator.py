@@ -19,7 +19,7 @@ from pipeproof.pipeline.program_laws import violations as of_program
 from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.rank_report import Ending, Race, RankFailed, RankReport, of_failure
 from pipeproof.worlds.stall import find_lost_message, waiting_in
-from pipeproof.worlds.world import World
+from pipeproof.worlds.world import Decision, World
 
 
 def validate(case: Case, world: World, *, measure: bool = False, explain: bool = True) -> Verdict:
@@ -94,6 +94,11 @@ def crash_verdict(case: Case, failure: RankFailed) -> Verdict:
     receive = lost.receive
     cause = Cause("deadlock", rank=lost.rank, stage=receive.stage, action=str(receive), detail=str(lost))
     return replace(waiting, causes=(replace(cause, microbatches=(receive.microbatch,)),))
+
+
+def decided_by(verdict: Verdict, decision: Decision | None) -> Verdict:
+    """``verdict``, whose replay line names what decided the run which it is of."""
+    return verdict if decision is None else replace(verdict, rerun=f"{verdict.replay} {decision.options}")
 
 
 def refusal_verdict(case: Case, violations: Sequence[Violation]) -> Verdict:

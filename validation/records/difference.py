@@ -56,16 +56,8 @@ class RecomputedRecord:
             return f"right by its own config: {compared} comparisons, {self.verdict.tier}"
         if self.verdict.outcome == "unknown":
             return f"not decided by its own config: {self.verdict.reason}"
-        reason, (first, *_) = self.verdict.reason, self.verdict.mismatches
-        return f"wrong by its own config: {reason}" + (
-            "" if self.verdict.causes else f"; first {first.law}, {first.where}"
-        )
-
-    def next(self, file: str) -> list[str]:
-        """Commands that show all details."""
-        if self.outcome not in ("fail", "unknown"):
-            return []
-        return [f"pipeproof record {self.line} --record {_EXPECTED}", f"pipeproof compare {_EXPECTED} {file}"]
+        first = "" if self.verdict.causes else "; first {0.law}, {0.where}".format(self.verdict.mismatches[0])
+        return f"wrong by its own config: {self.verdict.reason}{first}"
 
 
 def side_of(record: Record) -> RecomputedRecord:
@@ -122,7 +114,12 @@ def difference(one: Record, other: Record, numbers: Verdict | OtherSteps, files:
     if isinstance(numbers, Verdict) and numbers.tier == "bitwise":
         return Difference("same", "every number that was compared agrees bit for bit: there is nothing to explain")
     sides = side_of(one), side_of(other)
-    lines = [line for side, file in zip(sides, files, strict=True) for line in side.next(file)]
+    lines = [  # with which to look at a side that is not known to be right
+        line
+        for side, file in zip(sides, files, strict=True)
+        if side.outcome in ("fail", "unknown")
+        for line in (f"pipeproof record {side.line} --record {_EXPECTED}", f"pipeproof compare {_EXPECTED} {file}")
+    ]
     made = partial(Difference, sides=sides, next=tuple(lines))
     if wrong := [name for name, side in zip(NAMES, sides, strict=True) if side.outcome == "fail"]:
         by = "are wrong by their own configs" if len(wrong) > 1 else "is wrong by its own config"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -232,23 +232,20 @@ class RankStages:
 
 MOST = 1 << 30  # bytes that all ranks together keep
 _SUM = Floor(0.0, 0.0, 0.0).limit  # how far another order of fp32 sums leads
+# Near: it passes, beyond an fp32 sum's rounding. Left out: wrong, and too large to keep.
+Kind = Literal["right", "near", "wrong", "left out"]
 
 
 @dataclass(frozen=True)
 class Notes:
-    """A rank's notes by parameter name: information for all ranks without tensors.
+    """A rank's notes by parameter name: information for all ranks without tensors, which have addresses.
 
-    ``right``: right gradients. ``wrong``: addresses of wrong ones; None for a missing gradient. ``near``: addresses of
-    passing gradients beyond an fp32 sum's rounding. ``begun``: addresses of initial ``.grad`` content. ``left_out``:
-    wrong, and too large to keep. ``untold``: nonzero initial content, not kept.
+    ``ends``: the kind of each gradient, and the address of a near or wrong one; None for a missing gradient. ``begun``:
+    the address of nonzero initial ``.grad`` content; None if not kept.
     """
 
-    right: set[str] = field(default_factory=set)
-    wrong: dict[str, str | None] = field(default_factory=dict)
-    near: dict[str, str] = field(default_factory=dict)
-    begun: dict[str, str] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
-    untold: set[str] = field(default_factory=set)
+    ends: dict[str, tuple[Kind, str | None]] = field(default_factory=dict)
+    begun: dict[str, str | None] = field(default_factory=dict)
 
 
 class Kept:
@@ -265,54 +262,43 @@ class Kept:
     def begin(self, gradients: Gradients) -> None:
         """Keep initial content, in place of earlier copies: it may be too much later."""
         for name, gradient in gradients.items():
-            if name in self.notes.begun:
-                self._drop(self.notes.begun.pop(name))
-            self.notes.untold.discard(name)
-            if gradient is None or (is_plain(gradient) and not gradient.any()):
-                continue
-            if is_plain(gradient) and (address := self._keep("begun", name, gradient)):
-                self.notes.begun[name] = address
-            else:
-                self.notes.untold.add(name)
+            self._drop(self.notes.begun.pop(name, None))
+            if gradient is not None and not (is_plain(gradient) and not gradient.any()):
+                self.notes.begun[name] = self._keep("begun", name, gradient) if is_plain(gradient) else None
 
     def end(self, name: str, gradient: Tensor | None, *, wrong: bool, apart: float = 0.0) -> None:
         """Keep a gradient that is ``wrong``, or passes too far ``apart`` for another sum.
 
         Coarse types hide half a fault. Wrong gradients have priority.
         """
-        notes = self.notes
-        if not wrong:
-            far = gradient is not None and apart > _SUM
-            if far and gradient is not None and (address := self._keep("near", name, gradient)):
-                notes.near[name] = address
-            else:
-                notes.right.add(name)
-        elif gradient is None:
-            notes.wrong[name] = None
-        else:
-            room = self._room + sum(self.tensors[one].nbytes for one in notes.near.values())
+        ends, address = self.notes.ends, None
+        kind: Kind = "wrong" if wrong else "near" if gradient is not None and apart > _SUM else "right"
+        if gradient is not None and kind != "right":
+            passing = {one: its for one, (its_kind, its) in ends.items() if its_kind == "near" and its and wrong}
+            room = self._room + sum(self.tensors[its].nbytes for its in passing.values())
             while self._room < gradient.nbytes <= room:
-                passing, address = notes.near.popitem()
-                self._drop(address)
-                notes.right.add(passing)
-            if address := self._keep("wrong", name, gradient):
-                notes.wrong[name] = address
-            else:
-                notes.left_out.add(name)
+                one, its = passing.popitem()
+                self._drop(its)
+                ends[one] = "right", None
+            if (address := self._keep(kind, name, gradient)) is None:
+                kind = "left out" if wrong else "right"
+        if wrong or ends.get(name, (kind, None))[0] != "wrong":  # one that was shown twice stays wrong
+            ends[name] = kind, address
         # Where nothing was added since, the backward was over before the check began: that tells nothing.
-        begun = notes.begun.get(name)
+        begun = self.notes.begun.get(name)
         if begun is not None and gradient is not None and same_bits(self.tensors[begun], gradient.detach().cpu()):
-            self._drop(notes.begun.pop(name))
-            notes.untold.add(name)
+            self._drop(begun)
+            self.notes.begun[name] = None
 
-    def _keep(self, what: str, name: str, gradient: Tensor) -> str:
-        """Copy a gradient to the host and return its address; empty without room."""
+    def _keep(self, what: str, name: str, gradient: Tensor) -> str | None:
+        """Copy a gradient to the host and return its address; None without room."""
         if gradient.nbytes > self._room:
-            return ""
+            return None
         self._room -= gradient.nbytes
         address = f"{what} gradient {name} of rank {self._rank}"
         self.tensors[address] = gradient.detach().to("cpu", copy=True)
         return address
 
-    def _drop(self, address: str) -> None:
-        self._room += self.tensors.pop(address).nbytes
+    def _drop(self, address: str | None) -> None:
+        if address is not None:
+            self._room += self.tensors.pop(address).nbytes

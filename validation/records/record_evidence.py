@@ -18,7 +18,7 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explain_safely
 from pipeproof.explain.explain import explain_verdict as explained_evidence
 from pipeproof.explain.members import Members
-from pipeproof.records.rank_part import Kept, Notes
+from pipeproof.records.rank_part import Kept, Kind, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.accumulation import add_onto
 from pipeproof.reference.data import Batch
@@ -79,35 +79,35 @@ class RecordedStep:
         ``fetch`` gets published tensors; ``known``: further fields.
         """
         expected, begun = record.operations[number], dict(record.before(number))
-        wrong, near = dict[str, dict[int, Gradient]](), dict[str, dict[int, Gradient]]()
+        shown: dict[Kind, dict[str, dict[int, Gradient]]] = {"right": {}, "near": {}, "wrong": {}}
         for rank, one in enumerate(notes):
-            for name, address in one.wrong.items():
-                wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
-            for name, address in one.near.items():
-                near.setdefault(name, {})[rank] = fetch(address)
-        for name in {name for one in notes for name in one.begun}:
+            for name, (kind, address) in one.ends.items():
+                right = expected.gradients[name] if kind == "right" else None
+                if kind != "left out":
+                    shown[kind].setdefault(name, {})[rank] = right if address is None else fetch(address)
+        for name in {name for one in notes for name, address in one.begun.items() if address is not None}:
             holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
             old = [notes[rank].begun.get(name) for rank in holders]
             begun[name] = add_onto([None if address is None else fetch(address) for address in old])
-        right = {name: expected.gradients[name] for one in notes for name in one.right}
-        first = {name: next(iter(by_rank.values())) for name, by_rank in [*near.items(), *wrong.items()]}
+        right_ones, near, wrong = shown.values()
         copies, had = dict[str, dict[int, Gradient]](), dict[str, list[RankStage]]()
         for name, at in places.items():
             there = near.get(name, {}) | wrong.get(name, {})
+            usual = next(iter(right_ones.get(name, {}).values()), None)
             if len(at) > 1:
-                copies[name] = {rank: there.get(rank, right.get(name)) for rank, _ in at}
+                copies[name] = {rank: there.get(rank, usual) for rank, _ in at}
             had[name] = [(rank, stage) for rank, stage in at if name in notes[rank].begun]
         blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
         return cls(
             expected,
-            right | first,
+            {name: next(iter(by_rank.values())) for by_name in shown.values() for name, by_rank in by_name.items()},
             begun,
             places=dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that wrong ranks are named
             number=number,
-            left_out=sum(len(one.left_out) for one in notes),
+            left_out=sum(kind == "left out" for one in notes for kind, _ in one.ends.values()),
             copies=copies,
             max_norm=record.max_norm,
-            had=None if any(one.untold for one in notes) else had,
+            had=None if any(None in one.begun.values() for one in notes) else had,
             near=near.keys() - wrong.keys(),
             **known,
         )
@@ -251,7 +251,7 @@ def explain_step(
         mine = None
         if exchange.rank == 0:
             judged = doubt_rounding(verdict, moved, lambda _: products)
-            mine = hold_to_old_weights(judged, lambda: look().evidence(judged))
+            mine = hold_to_old_weights(judged, lambda: look().evidence(judged).old_weights)
         verdict = exchange.gather(mine, what="how far rounding goes", bound_s=bound_s)[0]
         mine = (
             explain_safely(verdict, lambda: explained_evidence(look().evidence(verdict)))

@@ -109,7 +109,6 @@ class ReferenceBeside:
         self._step: OneDevice | None = None  # on rank 0, with the initial weights
         self._place = torch.device(CPU)  # where it computes
         self._start: Snapshot | None = None  # its initial state
-        self._losses: tuple[float, ...] = ()
         self._laid_out: dict[str, Tensor] = {}
 
     @contextmanager
@@ -153,9 +152,7 @@ class ReferenceBeside:
             self._step = OneDevice(model, microbatches, recipe, stages=stages)
             if self.source.floors:
                 self._start = Snapshot([loss_fn, microbatches], lean=[model], host=True)
-            record = self._record(floors=False)
-            self._losses = record.operations[0].losses
-            return record
+            return self._step.record(floors=False)
 
         found = self._of_first(make, "the reference of the checked step")
         self._exchange.clear(_weight(name, own) for name in given)
@@ -167,8 +164,8 @@ class ReferenceBeside:
         def again() -> Record:
             assert self._start is not None, "floors are asked for where they were promised"
             self._start.put_back()
-            found = self._record(floors=True)
-            check_repeated(self._losses, found.operations[0].losses)
+            found = self._there.record(floors=True)
+            check_repeated(record.operations[0].losses, found.operations[0].losses)
             return replace(found, operations=(replace(found.operations[0], gradients={}),))
 
         found, problems = self._of_first(again, "what rounding does to the checked step")
@@ -211,13 +208,12 @@ class ReferenceBeside:
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> Given:
         """Compute the step with replaced weights, on rank 0."""
-        step = self._there
-        model = deep_copy(step.model)
+        model = deep_copy(self._there.model)
         with torch.no_grad():
             for name, weight in weights.items():
                 model.get_parameter(name).copy_(weight)
         with self.set_apart():
-            (expected,) = replace(step, model=model).record(floors=False).operations
+            (expected,) = replace(self._there, model=model).record(floors=False).operations
         return Given(expected.losses, expected.loss or 0.0, expected.gradients)
 
     def nudged(self, number: int) -> Nudged | None:
@@ -255,7 +251,9 @@ class ReferenceBeside:
                 with self.set_apart():
                     record = make()
                     self._there.model.to(CPU)  # the step needs the device's memory
-                text = describe(record, laid_out)
+                # Weights and buffers are the job's own: no rank needs them from here.
+                every = (replace(one, buffers={}, before={}) for one in record.operations)
+                text = describe(replace(record, operations=tuple(every)), laid_out)
             except (RecordError, WhiteBoxError, ContractError) as error:
                 problem = str(error)
             except Exception as error:  # the user's own code runs in it
@@ -266,10 +264,6 @@ class ReferenceBeside:
             self._exchange.give(address, self._laid_out[address])
         text, problem = self._exchange.gather((text, problem), what=what, bound_s=self._timeout_s)[0]
         return (None, {0: problem}) if problem else (restore(text, self.fetch), {})
-
-    def _record(self, *, floors: bool) -> Record:
-        record = self._there.record(floors=floors)
-        return replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
 
     def _with_weights(self, own: Mapping[str, Tensor], held: Held) -> nn.Module:
         """Build the reference with the ranks' weights in ``held``; names must match its parameters.

@@ -6,7 +6,7 @@ The exchange takes more: the store has all weights during the build of a referen
 other ranks judge, until the end. All ranks join their verdicts there, and have the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pipeproof.core.comparison import Comparison
 from pipeproof.core.contract import DEFAULTS, Contract
 from pipeproof.core.nudged import OtherProducts
 from pipeproof.core.reason import Reason
+from pipeproof.core.tolerance import same_bits
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.as_given import (
     gradients_of,
@@ -27,7 +28,6 @@ from pipeproof.records.as_given import (
 )
 from pipeproof.records.checked_step import CheckedStep, Unchecked
 from pipeproof.records.checked_step import CheckError as CheckError
-from pipeproof.records.floors_later import FloorsLater
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.last_check import LastCheck, last_check, remember
 from pipeproof.records.rank_part import (
@@ -77,19 +77,19 @@ class StepCheck(CheckedStep):
         microbatches: Pairs | None,
         *,
         against: str | Path | Record | SingleDevice,
-        rename: Rename = own_name,
         operation: int = 0,
-        timeout_s: float = 300.0,
+        **options: Any,
     ) -> None:
         """Take ``check_step``'s arguments."""
-        super().__init__(modules, microbatches, laws=EVERY_LAW, rename=rename, timeout_s=timeout_s)
+        super().__init__(modules, microbatches, laws=EVERY_LAW, **options)
         self._source = against
         self._number = operation
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
         self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._held = HeldInCommon(Exchange(None), {}, {}, bound_s=self._bound_s)
-        self._later = FloorsLater(wait=False)
+        self._waits = False  # floors are measured once bits differ: what they decide waits for them
+        self._waiting: list[Callable[[], None]] = []
         self._norm: float | None = None
         self._last = LastCheck()
         self._sums: Mapping[str, object] = {}  # gradients that were handed over
@@ -117,7 +117,18 @@ class StepCheck(CheckedStep):
                         self._compare(name, gradient)
 
     def _compare(self, name: str, gradient: Tensor | None) -> None:
-        self._later.gradient(name, gradient, self._expected.gradients, partial(self._enter, name))
+        wanted = self._expected.gradients[name] if self._waits and gradient is not None else None
+        if gradient is None or wanted is None or same_bits(gradient.detach(), wanted):
+            self._enter(name, gradient)  # no floor decides it
+        else:  # the step may write to it before floors are measured
+            self._waiting.append(partial(self._enter, name, gradient.detach().to(CPU, copy=True)))
+
+    def _later(self, entry: Callable[[], None], *, exact: bool = True) -> None:
+        """Make an ``entry`` now, or once floors are known, behind those that wait. ``exact``: no floor decides it."""
+        if self._waits and (self._waiting or not exact):
+            self._waiting.append(entry)
+        else:
+            entry()
 
     def _enter(self, name: str, gradient: Tensor | None) -> None:
         assert self._at is not None, "there is something to compare with"
@@ -144,15 +155,15 @@ class StepCheck(CheckedStep):
                 self._ledger.doubt("loss", text, Reason.LOSS_SCALE)
             elif known is not None:
                 exact = tuple(known) == tuple(expected.losses[k] for k in share or range(len(known)))
-                self._later.enter(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
+                self._later(partial(self._at.losses, known, share=share, rank=rank), exact=exact)
             whole = None if loss is None else number("loss", loss)
             if whole is not None and share is not None and len(share) < len(expected.losses):
                 self._ledger.doubt("loss", _TOTAL_OF_SOME, Reason.LOSS_SCALE)
             elif whole is not None:
-                self._later.enter(partial(self._at.loss, whole, rank=rank), exact=whole == expected.loss)
+                self._later(partial(self._at.loss, whole, rank=rank), exact=whole == expected.loss)
             if norm is not None:
                 self._norm = norm = number("norm", norm)
-                self._later.enter(partial(self._at.norm, norm, rank=rank), exact=norm == expected.norm)
+                self._later(partial(self._at.norm, norm, rank=rank), exact=norm == expected.norm)
 
     def begin(self, gradients: Mapping[str, Gradient]) -> None:
         if self._at is not None:
@@ -175,10 +186,11 @@ class StepCheck(CheckedStep):
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in own.buffers.items():
                 self._at.buffer(name, buffer, rank=rank, stage=stage)
-        self._later.enter(self._at.close)
+        self._later(self._at.close)
 
     def _part(self, about: RankReport) -> StepPart:
-        products, rounding, waits = dict[str, str](), None, self._later.asks(self._ledger)
+        products, rounding = dict[str, str](), None
+        waits = self._waits and (bool(self._waiting) or not self._ledger.all_exact)
         if self._record is not None and self._ledger.mismatches:
             place = next((one.device for one in self._own.parameters.values()), CPU)
             products = products_in(place, self._record.products)
@@ -213,7 +225,8 @@ class StepCheck(CheckedStep):
             return parts
         self._record = found
         self._at.allowed = Recorded(self._expected)
-        for entry in self._later.settle():
+        self._waits, entries = False, self._waiting
+        for entry in entries:
             with self.noting():
                 entry()
         mine = self._part(parts[self._exchange.rank].report)
@@ -257,7 +270,7 @@ class StepCheck(CheckedStep):
         self._record = record
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
-        self._later = FloorsLater(wait=self._beside is not None and self._beside.source.floors)
+        self._waits = self._beside is not None and self._beside.source.floors
         compared = {name: places for name, places in self._places.items() if name in self._expected.gradients}
         self._held = HeldInCommon(self._exchange, compared, self._own.shapes, bound_s=self._bound_s)
         if self._exchange.rank == 0:
@@ -351,12 +364,12 @@ def check_step(
     link by link. rename: from a stage's number and a name in it to the name in the whole model, or in the record.
     operation: its number in the record. timeout_s: bounds each wait for the other ranks, and so for the reference.
     """
+    options: dict[str, Any] = {"rename": rename, "timeout_s": timeout_s}
     if not isinstance(against, StepExpectation):
-        options: dict[str, Any] = {"rename": rename, "operation": operation, "timeout_s": timeout_s}
-        return StepCheck(modules, microbatches, against=against, **options)
+        return StepCheck(modules, microbatches, against=against, operation=operation, **options)
     if (turn := against.turn()) is None:
         return Unchecked()
-    check = against.check_of(modules, microbatches, rename=rename, timeout_s=timeout_s, turn=turn)
+    check = against.check_of(modules, microbatches, turn=turn, **options)
     if operation:
         check.refuse(f"operation is {operation}: a step that is held against itself is one, so leave operation= out")
     said = against.contract if isinstance(against.contract, Contract) else DEFAULTS

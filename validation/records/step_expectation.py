@@ -12,7 +12,6 @@ from pipeproof.whitebox.expectation import Expectation
 
 if TYPE_CHECKING:  # only checks themselves need to load it
     from pipeproof.records.checked_step import CheckedStep
-    from pipeproof.records.rank_part import Rename
     from pipeproof.records.step_record import Pairs
 
 
@@ -31,15 +30,9 @@ class StepExpectation(Expectation):
 
     @abstractmethod
     def check_of(
-        self,
-        modules: nn.Module | Mapping[int, nn.Module],
-        microbatches: "Pairs | None",
-        *,
-        rename: "Rename",
-        timeout_s: float,
-        turn: int,
+        self, modules: nn.Module | Mapping[int, nn.Module], microbatches: "Pairs | None", **options: Any
     ) -> "CheckedStep":
-        """Return the check for this turn; further arguments follow ``check_step``."""
+        """Return the check for a ``turn``; further arguments follow ``check_step``."""
 
     @property
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeproof.own.timings import FEWEST, Ratio, Timing
+from pipeproof.own.timings import FEWEST, Timing
 from pipeproof.reports.columns import Column, table
 
 _COLUMNS = (
@@ -18,7 +18,7 @@ _COLUMNS = (
 
 def compare_medians(first: Timing, other: Timing) -> Iterator[str]:
     """How the other compares, in words."""
-    ratio = Ratio(first, other)
+    ratio = other.ratio_to(first)
     each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"
     if len(first.rounds) < FEWEST:
         yield f"{other.name} and {first.name}: too few rounds to compare"
@@ -39,7 +39,7 @@ def timing_table(timings: Sequence[Timing], width: int | None) -> str:
             str(len(one.bytes)),
             f"{one.seconds * 1e3:.2f} ms",
             f"{one.spread:.0%}",
-            f"{Ratio(timings[0], one).value:.2f}",
+            f"{one.ratio_to(timings[0]).value:.2f}",
             f"{max(one.bytes, default=0) / 2**20:.2f} MiB",
             one.runs,
         )
@@ -53,5 +53,5 @@ def as_data(one: Timing, first: Timing) -> dict[str, object]:
     data = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(one).items()}
     if not one.rounds:
         return data | dict.fromkeys(("seconds", "spread", "ratio", "noise"))
-    ratio = Ratio(first, one)
+    ratio = one.ratio_to(first)
     return data | {"seconds": one.seconds, "spread": one.spread, "ratio": ratio.value, "noise": ratio.noise}

@@ -2,19 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeproof.core.observe.observed import INPUT
 from pipeproof.core.observe.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from pipeproof.pipeline.action import Kind
 from pipeproof.reference.handed_on import Cut
-from pipeproof.whitebox.call_matching import Column
-from pipeproof.whitebox.tensor_index import REPLICA, Both, flow_place
+from pipeproof.whitebox.call_matching import Column, columns_at
+from pipeproof.whitebox.tensor_index import REPLICA, Both, Places, flow_place
 
-_FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # from a gradient's point to its tensor's
-_FLOWS = {MADE: (RECEIVED, "output gradient"), GIVEN: (HANDED_ON, "input gradient")}
+_GRADIENT_OF = {MADE: RECEIVED, GIVEN: HANDED_ON}  # from a tensor's point to its gradient's
 Stages = Mapping[int, Sequence[Column]]
 Cuts = Mapping[int, Cut]
+Gradients = Mapping[tuple[str, int], Sequence[str]]  # a stage's: their places in the reference, by point and number
 
 
 def place_by_structure(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> dict[int, list[Column]]:
@@ -23,23 +22,28 @@ def place_by_structure(stages: Stages, places: Both, note: Callable[[Cuts], None
     A gradient takes its tensor's place even if it resembles another, and a missing one is noticed. ``note`` records
     partial gradients among gradient places.
     """
+    _, backward = places
     tensors = {stage: [_settle(one, stage, stages) for one in columns] for stage, columns in stages.items()}
-    cuts, divided = _cuts(tensors, places)
+    cuts, divided = _cuts(tensors, backward)
     note(cuts)
-    flows = {stage: _GradientFlow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
-    either = {stage: [flow.settle(one) for one in tensors[stage]] for stage, flow in flows.items()}
-    gradients = [
-        column
-        for _, columns in sorted(either.items(), reverse=True)
-        for column in sorted(columns, key=lambda one: one.where != RECEIVED)
-        if column.where in _FLOWING and column.judged
-    ]
-    scales = [{REPLICA if place.endswith(REPLICA) else "" for place in column.own} for column in gradients]
-    scale = next((one.pop() for one in scales if len(one) == 1), None)  # per replica or total: nearest to the loss
-    for stage, flow in flows.items():
-        settled = [replace(flow, scale=scale).settle(one) for one in tensors[stage]]
-        tensors[stage] = [*settled, *flow.missing_columns(settled)]
-    return tensors
+    gradients = {stage: _gradients(stage, columns, divided[stage], backward) for stage, columns in tensors.items()}
+    scales: Sequence[str] = ("", REPLICA)
+    for stage, columns in sorted(tensors.items(), reverse=True):  # all have one scale: the loss's neighbours show it
+        for column in sorted(columns, key=lambda one: one.where != RECEIVED):
+            settled = _settle_gradient(column, gradients[stage], ("", REPLICA))
+            found = {REPLICA if place.endswith(REPLICA) else "" for place in settled.own}
+            if column.where in _GRADIENT_OF.values() and settled.judged and len(scales) > 1 == len(found):
+                scales = (found.pop(),)
+    made = dict[int, list[Column]]()
+    for stage, columns in tensors.items():
+        made[stage] = [_settle_gradient(one, gradients[stage], scales) for one in columns]
+        there = {(one.where, one.number) for one in columns}
+        for (where, number), expected in gradients[stage].items():
+            if (where, number) not in there and expected and expected[0] in backward:  # the reference has one
+                nothing = columns_at(where, [], places, [number])
+                empty = (None,) * len(columns[0].observed)
+                made[stage] += [replace(one, observed=empty, place=expected[0]) for one in nothing]
+    return made
 
 
 def _settle(column: Column, stage: int, stages: Stages) -> Column:
@@ -91,79 +95,42 @@ def _fits(column: Column, place: str) -> bool:
     return bool(known) and all(one is None or (one.shape, one.dtype) in forms for one in column.observed)
 
 
-def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[str]]]:
+def _cuts(stages: Stages, backward: Places) -> tuple[Cuts, Mapping[int, frozenset[str]]]:
     """Return places whose gradients may be partial per stage, and stages known to split them.
 
     Such a tensor enters several stages, or enters beside another tensor possibly made from it.
     """
-    _, backward = places
-    at = {
-        (stage, where): [one.place for one in columns if one.where == where]
+    flowing = {
+        stage: [one.place for one in columns if one.where == GIVEN and one.place in backward]
         for stage, columns in stages.items()
-        for where in (GIVEN, MADE)
     }
-    flowing = {stage: [place for place in at[stage, GIVEN] if place in backward] for stage in stages}
     times = Counter(place for given in flowing.values() for place in given)
-    divided = {
-        stage: frozenset(given if len(given) > 1 else (place for place in given if times[place] > 1))
-        for stage, given in flowing.items()
-    }
-    cuts = {
-        stage: Cut(frozenset(given), frozenset(at[stage, MADE]))
-        for stage, given in flowing.items()
-        if divided[stage] and all(at[stage, MADE]) and len(set(given)) == len(given)
-    }
+    cuts, divided = dict[int, Cut](), dict[int, frozenset[str]]()
+    for stage, given in flowing.items():
+        divided[stage] = frozenset(given if len(given) > 1 else (place for place in given if times[place] > 1))
+        ends = [one.place for one in stages[stage] if one.where == MADE]
+        if divided[stage] and all(ends) and len(set(given)) == len(given):
+            cuts[stage] = Cut(frozenset(given), frozenset(ends))
     return cuts, divided
 
 
-@dataclass(frozen=True)
-class _GradientFlow:
-    """A stage's gradients, with settled tensors; at ``divided`` places they may be partial.
+def _gradients(stage: int, columns: Sequence[Column], divided: frozenset[str], backward: Places) -> Gradients:
+    """Return the places of a stage's gradients; at ``divided`` places the stage has a part, or none if unknown."""
+    found = dict[tuple[str, int], Sequence[str]]()
+    for one in columns:
+        if one.where in _GRADIENT_OF and one.place:
+            part = flow_place(one.place, stage)
+            own = (part,) if part in backward else ()
+            found[_GRADIENT_OF[one.where], one.number] = own if one.place in divided else (one.place, *one.own)
+    return found
 
-    scale: the step's gradient scale; None: either.
-    """
 
-    stage: int
-    columns: Sequence[Column]
-    places: Both
-    divided: frozenset[str]
-    scale: str | None = None
-
-    def settle(self, column: Column) -> Column:
-        """Place a gradient column at its tensor's place."""
-        tensor = self._of.get((_FLOWING.get(column.where, ""), column.number))
-        if tensor is None or not tensor.place:
-            return column
-        places = self._places(tensor)
-        scales = ("", REPLICA) if self.scale is None else (self.scale,)
-        here = {place + scale for place in places for scale in scales}
-        own = [place for place in column.places.usual(column.observed) if place in here]
-        if not own and not (places and places[0] in column.places):
-            return column
-        expected = [place + scales[0] for place in places if place + scales[0] in column.places]
-        return replace(column, own=tuple(own) or column.own, place=[*own, *expected, *places][0], judged=bool(own))
-
-    def missing_columns(self, came: Sequence[Column]) -> Iterator[Column]:
-        """Yield an empty column for each reference gradient without an observation."""
-        forward, backward = self.places
-        there = {(one.where, one.number) for one in came}
-        for tensor in self._of.values():
-            where, what = _FLOWS.get(tensor.where, ("", ""))
-            place = next(iter(self._places(tensor)), "")
-            if where and (where, tensor.number) not in there and place in backward:
-                name = f"{what} {tensor.number}" if tensor.number else what
-                nothing = (None,) * len(tensor.observed)
-                yield Column(Kind.BACKWARD, where, name, tensor.number, nothing, backward, forward, place=place)
-
-    def _places(self, tensor: Column) -> Sequence[str]:
-        """Return the gradient's places for ``tensor``; none for an unknown part."""
-        _, backward = self.places
-        if tensor.place not in self.divided:
-            return tensor.place, *tensor.own
-        part = flow_place(tensor.place, self.stage)
-        return (part,) if part in backward else ()
-
-    @property
-    def _of(self) -> Mapping[tuple[str, int], Column]:
-        """Tensor columns by point and number."""
-        return {(one.where, one.number): one for one in self.columns if one.kind is Kind.FORWARD}
+def _settle_gradient(column: Column, gradients: Gradients, scales: Sequence[str]) -> Column:
+    """Place a gradient column at its tensor's place, in one of these ``scales``."""
+    places = gradients.get((column.where, column.number), ())
+    here = {place + scale for place in places for scale in scales}
+    own = [place for place in column.places.usual(column.observed) if place in here] if places else []
+    if not own and not (places and places[0] in column.places):
+        return column
+    expected = [place + scales[0] for place in places if place + scales[0] in column.places]
+    return replace(column, own=tuple(own) or column.own, place=[*own, *expected, *places][0], judged=bool(own))

@@ -47,7 +47,7 @@ def explain(verdict: Verdict, now: OperationRun, model: nn.Module, before: Seque
 
     along = sorted(lines, key=first_wrong)
     evidence = _RightStep(now, model, tuple(before), along[0]).evidence(verdict, along[1:])
-    verdict = hold_to_old_weights(verdict, lambda: evidence)
+    verdict = hold_to_old_weights(verdict, lambda: evidence.old_weights)
     evidence = replace(evidence, verdict=verdict)
     return explain_safely(verdict, lambda: explain_verdict(evidence))
 

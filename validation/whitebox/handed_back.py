@@ -261,42 +261,38 @@ class Operation(NamedTuple):
     microbatches: list[Any]
 
 
-class Operations:
-    """Iterates over expected operations; calls ``begins`` with each number, from 0, first.
+def through_operations(
+    call: Callable[[Iterator[Operation]], object],
+    expected: Sequence[Operation],
+    begins: Callable[[int], None],
+    *,
+    step: str,
+) -> Iterator[object]:
+    """Yield the result of each operation from ``call``, the user's function of their iterator, named ``step``.
 
-    step: the user function's name.
+    ``begins`` gets each operation's number, from 0, first. Raises ``HandBackError`` unless there is one per operation.
     """
+    __tracebackhide__ = True
+    begun = made = 0
 
-    def __init__(self, expected: Sequence[Operation], begins: Callable[[int], None], *, step: str) -> None:
-        self._expected, self._begins, self._step = expected, begins, step
-        self._begun = self._made = 0
+    def each() -> Iterator[Operation]:
+        nonlocal begun
+        for number, operation in enumerate(expected):
+            begins(number)
+            begun += 1
+            yield operation
+            if begun > made:
+                raise HandBackError(
+                    f"{step} asked for another operation before it handed back operation {begun}: {_HOW}"
+                )
 
-    def __iter__(self) -> Iterator[Operation]:
-        return self
-
-    def __next__(self) -> Operation:
-        if self._begun > self._made:
-            raise HandBackError(
-                f"{self._step} asked for another operation before it handed back operation {self._begun}: {_HOW}"
-            )
-        if self._begun == len(self._expected):
-            raise StopIteration
-        self._begins(self._begun)
-        self._begun += 1
-        return self._expected[self._begun - 1]
-
-    def collect(self, results: object) -> Iterator[object]:
-        """Yield the result of each operation from ``results``, the user function's iterator.
-
-        Raises ``HandBackError`` unless there is one per operation.
-        """
-        __tracebackhide__ = True
-        if not isinstance(results, Iterator):
-            raise HandBackError(f"{self._step} returned a {type(results).__name__}; with operations= {_HOW}")
-        for result in results:
-            if self._made == self._begun:
-                raise HandBackError(f"{self._step} handed back more than its operations: {_HOW}")
-            self._made += 1
-            yield result
-        if self._made < len(self._expected):
-            raise HandBackError(f"{self._step} handed back {self._made} of {len(self._expected)} operations: {_HOW}")
+    results = call(each())
+    if not isinstance(results, Iterator):
+        raise HandBackError(f"{step} returned a {type(results).__name__}; with operations= {_HOW}")
+    for result in results:
+        if made == begun:
+            raise HandBackError(f"{step} handed back more than its operations: {_HOW}")
+        made += 1
+        yield result
+    if made < len(expected):
+        raise HandBackError(f"{step} handed back {made} of {len(expected)} operations: {_HOW}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,14 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.products import products_in, sorts_in
-from pipeproof.whitebox.handed_back import HandBackError, Operation, Operations, StepResult, in_parts, understood
+from pipeproof.whitebox.handed_back import (
+    HandBackError,
+    Operation,
+    StepResult,
+    in_parts,
+    through_operations,
+    understood,
+)
 from pipeproof.whitebox.matching import Local, rename
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.worker import RankContext
@@ -133,8 +141,7 @@ def run_step(context: RankContext, order: RankOrder) -> tuple[RankMade, ...]:
         if not order.contract.operations:
             made = [collect.collect_made(order.step(model, expected[0].microbatches))]
         else:
-            operations = Operations(expected, collect.begins, step=order.name)
-            results = operations.collect(order.step(model, operations))
+            results = through_operations(partial(order.step, model), expected, collect.begins, step=order.name)
             made = [collect.collect_made(result) for result in results]
     products = products_in(context.device, sorts_in(model))
     return tuple(replace(one, products=products) for one in made)

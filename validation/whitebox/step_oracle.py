@@ -144,8 +144,7 @@ def requirements_of(course: Course, observed: Observed) -> Requirements:
         uncalled=frozenset(one.index for one in found.stages if one.part.calls is None),
         frozen=found.frozen,
         traced=frozenset[int]().union(*(one.found.traced for one in runs)),
-        every_rank=False,
-        results_decide=True,
+        foreign=True,
         mode_matters=lambda: course.second.mode_matters([one.loss for one in first.made], first.run.batches),
     )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeproof.own.case import CaseError
 from pipeproof.pipeline.schedules import list_known
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, check_count
 from tests.frameworks.engines.deepspeed_layout import DeepSpeedLayout
-from tests.frameworks.engines.framework_layout import FrameworkLayout, word
+from tests.frameworks.engines.framework_layout import FrameworkLayout
 from tests.frameworks.engines.megatron_layout import MegatronLayout
 from tests.frameworks.engines.torchtitan_layout import TorchtitanLayout
 
@@ -19,7 +19,9 @@ LAYOUTS: Mapping[str, type[FrameworkLayout]] = MappingProxyType(
 )
 FRAMEWORKS = tuple(LAYOUTS)
 _EXAMPLE = "megatron r2 v1 m4 dp1 layers=4 tied seed=17"
-_LINE = re.compile(r"(\w+)\s+r(\d+)\s+v(\d+)\s+m(\d+)\s+dp(\d+)((?:\s+\S+)*)\s*", flags=re.ASCII)
+_HEAD = re.compile(r"(\w+)\s+r(\d+)\s+v(\d+)\s+m(\d+)\s+dp(\d+)(?!\S)", flags=re.ASCII)
+# What stands behind the name of an option, by the type of its default.
+_FORMS = {bool: re.compile(""), str: re.compile("=.*"), int: re.compile(r"=\d{1,18}", flags=re.ASCII)}
 
 
 @dataclass(frozen=True)
@@ -97,38 +99,22 @@ class FrameworkCase:
     @classmethod
     def parse(cls, text: str) -> "FrameworkCase":
         """The case that ``text`` spells: ``megatron r2 v1 m4 dp1 layers=4 tied seed=17``; the rest has defaults."""
-        found = _LINE.fullmatch(text)
-        if found is None or found[1] not in LAYOUTS:
+        head = _HEAD.match(text)
+        if head is None or head[1] not in LAYOUTS:
             raise CaseError(
                 f"{text!r} is no case of a framework: expected one of {', '.join(FRAMEWORKS)}, then ranks, stages on "
                 f"each, microbatches and replicas, e.g. {_EXAMPLE}"
             )
-        layout, known = LAYOUTS[found[1]], _known(LAYOUTS[found[1]])
+        layout = LAYOUTS[head[1]]
+        known = {one.name: one for one in fields(layout) if one.name in ("layers", "seed")} | layout.told()
         told: dict[str, Any] = {}
-        for each in found[6].split():
-            name, value = _value(each, known, text)
-            if name in told:
-                raise CaseError(f"{text!r}: {word(name)} is said twice")
-            told[name] = value
-        pp, vp, microbatches, dp = (int(found[number]) for number in (2, 3, 4, 5))
+        for each in text[head.end() :].split():
+            name, _, value = each.partition("=")
+            field = known.get(name)
+            if field is None or not _FORMS[type(field.default)].fullmatch(each.removeprefix(name)):
+                raise CaseError(f"{text!r}: {each!r} is no option: {list_known(name, list(known))}")
+            if field.name in told:
+                raise CaseError(f"{text!r}: {name} is said twice")
+            told[field.name] = type(field.default)(value or True)
+        pp, vp, microbatches, dp = (int(head[number]) for number in (2, 3, 4, 5))
         return cls(layout(pp=pp, vp=vp, dp=dp, **told), microbatches)
-
-
-def _known(layout: type[FrameworkLayout]) -> dict[str, Field[Any]]:
-    """What a line may say by name."""
-    return {one.name: one for one in fields(layout) if one.name in ("layers", "seed")} | layout.told()
-
-
-def _value(text: str, known: Mapping[str, Field[Any]], line: str) -> tuple[str, Any]:
-    """The field that ``text`` of the line names, and its value."""
-    name, equals, value = text.partition("=")
-    if name not in known or bool(equals) == isinstance(known[name].default, bool):
-        raise CaseError(f"{line!r}: {text!r} is no option: {list_known(name, list(known))}")
-    field = known[name]
-    if isinstance(field.default, bool):
-        return field.name, True
-    if isinstance(field.default, str):
-        return field.name, value
-    if not re.fullmatch(r"\d{1,18}", value, flags=re.ASCII):
-        raise CaseError(f"{line!r}: {text!r}: expected a whole number behind the =")
-    return field.name, int(value)

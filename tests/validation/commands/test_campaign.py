@@ -2,9 +2,9 @@
 
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,11 +16,11 @@ from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Verdict
 from pipeproof.own.case import Case
 from pipeproof.worlds.rank_report import NeedsMoreRanks
-from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
 from tests.support.page_text import PageText
 from tests.support.typed import Typed
+from tests.support.verdicts import PASSED
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
@@ -86,25 +86,9 @@ def test_too_small_a_world_is_a_sentence(line: str, typed: Typed, monkeypatch: p
     typed.refused(line, "4 ranks, 2 here; start more ranks, or ask for fewer with --ranks or --max-ranks")
 
 
-def asked_at(number: int, *, answers: list[Verdict]) -> Callable[..., tuple[Verdict, None]]:
-    """In the place of ``validated``: these answers, and at the one of that number a request to end."""
-
-    def validated(case: Case, world: World, **_: object) -> tuple[Verdict, None]:
-        if len(answers) == number:
-            raise AskedToEnd(signal.SIGINT)
-        answers.append(PASSED)
-        return PASSED, None
-
-    return validated
-
-
-LAWS = tuple(LawResult(name, "pass", 1, 1) for name in ("loss", "gradient", "grad-norm"))
-PASSED = Verdict("c", "pass", "bitwise", LAWS)
-
-
 def test_what_was_found_before_an_interruption(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.json"
-    monkeypatch.setattr(campaign, "validate_case", asked_at(2, answers=[]))
+    path, answers = tmp_path / "x.json", [(PASSED, None), (PASSED, None), AskedToEnd(signal.SIGINT)]
+    monkeypatch.setattr(campaign, "validate_case", mock.Mock(side_effect=answers))
     with pytest.raises(AskedToEnd):
         run([SOUND] * 5, path)
     golden(typed.said().splitlines()[-1])

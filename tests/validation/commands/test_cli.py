@@ -21,84 +21,83 @@ Launch = Callable[..., Ended]
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "validate --schedule 1f2b",
-        "validate --ranks 0",
-        "validate --schedule 1f1b --split 3,1,2",
-        "validate --schedule 1f1b --virtual 2",
-        "validate --schedule interleaved --virtual 0",
-        "validate --model mpl",
-        "validate --dtype fp32,pf32",
-        "validate --loss max",
-        "validate --device cuda",
-        "validate --json /no/such/folder/x.json",
-        "validate --html /no/such/folder/x.html",
-        "replay '1f1b r1 s1 m1' --html /",
-        "validate --timeout 0",
-        "replay --timeout 0 '1f1b r1 s1 m1'",
-        "fuzz --cases 0",
-        "fuzz --max-ranks 0",
-        "replay gibberish",
-        "replay '1f1b r2 s2 m2 sede=3'",
-        "replay '1f1b r2 s2 m2 specimen=gremlin'",
-        "validate --device cdua",
-        "fuzz --device cuda:1",
-        "replay '1f1b r2 s2 m2 device=tpu'",
-        "check /no/such/file.csv",
-        "show 1f1b --times 1,2",
-        "show 1f1b --trace /no/such/folder/x.json",
-        "show 1f1b --layers 4",
-        "show 1f1b --run --steps 0",
-        "show 1f1b --run --model lstm",
-        "show 1f1b --run --layers 3",
-        "mutate --only layernorm-zer",
-        "mutate --seed 1",
-        "mutate --list --json x",
-        "fuzz --runtime torch --dtype=fp32",
-        "replay '1f1b r1 s1 m1' --plugin x.py",
-        "gate --cases 0 --max-ranks 2",
-        "show mine.json",
-        "mutate --transport nccl",
-        "mutate --world simulated --device cuda",
-        "mutate --shrink --world simulated",
-        "validat",
-        "show 1f1b --rank 3",
-        "show 1f1b --zzz=3",
-        "show 1f1b gpipe",
-        "fuzz --runtime toch",
-        "mutate --shrink --schedule 1f1b",
-        "mutate --shrink --seed -1",
-        "plan --ranks 0",
-        "plan --times 1,2",
-        "plan --costs 1,-1",
-        "plan --activations 1,1 --weights 1",
-        "plan --costs 8",
-        "plan --memory -1",
-        "plan --costs 1e308,1e308",
-        "plan --activations nan",
-        "plan --weights -inf",
-        "fuzz --dtype half",
-        "fuzz --schedule nope",
-        "mutate --schedule 1f2b",
-        "mutate --world simulated --interleavings 0",
-        "plan --weight-memory -1",
-        "validate --timeout inf",
-        "show 1f1b --times 1e308,1,1",
-        "show 1f1b --times -1,1,1",
-        "validate --schedule 1f1b --split -1,9",
-        "validate --seed 4294967296",
-        "validate --seed -1",
-        "fuzz --seed 99999999999999999999999",
-        "validate --ranks 4096 --microbatches 9000",
-        "validate --layers 1000000000",
-        "show 1f1b --ranks 4096 --microbatches 65536",
-        "fuzz --max-ranks 257",
-        "validate --json ''",
-        "",
-    ],
-)
+BAD = """
+validate --schedule 1f2b
+validate --ranks 0
+validate --schedule 1f1b --split 3,1,2
+validate --schedule 1f1b --virtual 2
+validate --schedule interleaved --virtual 0
+validate --model mpl
+validate --dtype fp32,pf32
+validate --loss max
+validate --device cuda
+validate --json /no/such/folder/x.json
+validate --html /no/such/folder/x.html
+replay '1f1b r1 s1 m1' --html /
+validate --timeout 0
+replay --timeout 0 '1f1b r1 s1 m1'
+fuzz --cases 0
+fuzz --max-ranks 0
+replay gibberish
+replay '1f1b r2 s2 m2 sede=3'
+replay '1f1b r2 s2 m2 specimen=gremlin'
+validate --device cdua
+fuzz --device cuda:1
+replay '1f1b r2 s2 m2 device=tpu'
+check /no/such/file.csv
+show 1f1b --times 1,2
+show 1f1b --trace /no/such/folder/x.json
+show 1f1b --layers 4
+show 1f1b --run --steps 0
+show 1f1b --run --model lstm
+show 1f1b --run --layers 3
+mutate --only layernorm-zer
+mutate --seed 1
+mutate --list --json x
+fuzz --runtime torch --dtype=fp32
+replay '1f1b r1 s1 m1' --plugin x.py
+gate --cases 0 --max-ranks 2
+show mine.json
+mutate --transport nccl
+mutate --world simulated --device cuda
+mutate --shrink --world simulated
+validat
+show 1f1b --rank 3
+show 1f1b --zzz=3
+show 1f1b gpipe
+fuzz --runtime toch
+mutate --shrink --schedule 1f1b
+mutate --shrink --seed -1
+plan --ranks 0
+plan --times 1,2
+plan --costs 1,-1
+plan --activations 1,1 --weights 1
+plan --costs 8
+plan --memory -1
+plan --costs 1e308,1e308
+plan --activations nan
+plan --weights -inf
+fuzz --dtype half
+fuzz --schedule nope
+mutate --schedule 1f2b
+mutate --world simulated --interleavings 0
+plan --weight-memory -1
+validate --timeout inf
+show 1f1b --times 1e308,1,1
+show 1f1b --times -1,1,1
+validate --schedule 1f1b --split -1,9
+validate --seed 4294967296
+validate --seed -1
+fuzz --seed 99999999999999999999999
+validate --ranks 4096 --microbatches 9000
+validate --layers 1000000000
+show 1f1b --ranks 4096 --microbatches 65536
+fuzz --max-ranks 257
+validate --json ''
+"""
+
+
+@pytest.mark.parametrize("line", ["", *BAD.strip().splitlines()])
 def test_bad_input(line: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_, **__: None)
     typed.refused(line)
@@ -141,23 +140,18 @@ def test_help_of_every_command(verb: str, typed: Typed, monkeypatch: pytest.Monk
 
 
 def test_help_is_as_wide_as_it_may_be(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = " ".join("".join(typed.only([verb, "--help-all"])[0] for verb in ("fuzz", "advise")).split())
+    golden("\n".join(re.findall(r"--(?:seed N|device TYPE|layers N) .*?(?= --\S+ [A-Z])", said)))
     for wide in (60, 140):
         monkeypatch.setenv("COLUMNS", str(wide))
         assert wide - 25 < max(map(len, typed.only(["fuzz", "--help-all"])[0].splitlines())) <= wide
-    said = " ".join("".join(typed.only([verb, "--help-all"])[0] for verb in ("fuzz", "advise")).split())
-    golden("\n".join(re.findall(r"--(?:seed N|device TYPE|layers N) .*?(?= --\S+ [A-Z])", said)))
 
 
-@pytest.mark.parametrize(("columns", "wide"), [(None, 100), ("70", 70), ("180", 180)])
-def test_what_is_piped_is_as_wide_as_it_may_be(
-    columns: str | None, wide: int, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS")
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
+@pytest.mark.parametrize("wide", [100, 70, 180])
+def test_what_is_piped_is_as_wide_as_it_may_be(wide: int, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "" if wide == 100 else str(wide))
     lines = typed.only("show zb-h1 --ranks 8 --microbatches 24")[0].splitlines()
-    grid = [line for line in lines if line.startswith("rank ")]
-    assert wide - 5 < max(map(len, grid)) <= wide
+    assert wide - 5 < max(len(line) for line in lines if line.startswith("rank ")) <= wide
 
 
 def test_a_validation_prints_a_line_per_schedule(python: Launch, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeproof.commands.cli import main
 from pipeproof.commands.outputs import OutPath, Outputs, document, takes_standard_output
 from pipeproof.core.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.core.verdict import LawResult, Mismatch, Size, Verdict
@@ -24,25 +24,15 @@ SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "2"]
 
 
 def test_a_document_has_its_verdicts_and_status() -> None:
-    made = document("gate", 0, [PASSED, PASSED], groups=[{"group": "table"}, {"group": "fuzz"}], seed=3)
+    made: Any = document("gate", 0, [PASSED, PASSED], groups=[{"group": "table"}, {"group": "fuzz"}], seed=3)
     assert (made["schema"], made["command"], made["status"], made["seed"]) == ("pipeproof/3", "gate", 0, 3)
-    assert [one["group"] for one in made["verdicts"]] == ["table", "fuzz"]  # type: ignore[attr-defined]
+    assert [one["group"] for one in made["verdicts"]] == ["table", "fuzz"]
 
 
-def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot write"), Outputs.open("validate", {"json": str(tmp_path / "no/x")}):
-        pytest.fail("the work began")
-
-
-def test_standard_output_is_the_files_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHOW, "--trace", "-"]) == 0
-    out, err = capsys.readouterr()
+def test_standard_output_is_the_files_alone(typed: Typed) -> None:
+    out, err = typed.only([*SHOW, "--trace", "-"])
     assert json.loads(out)["traceEvents"]
     golden(err)
-
-
-def test_two_files_cannot_both_be_standard_output(typed: Typed) -> None:
-    typed.refused([*SHOW, "--trace", "-", "--svg", "-"])
 
 
 FAILED = Verdict(
@@ -82,18 +72,12 @@ def test_only_what_is_no_pass_has_all_numbers() -> None:
     ],
 )
 def test_commands_about_schedules_write_documents(
-    command: list[str],
-    status: int,
-    has: set[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: list[str], status: int, has: set[str], typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("good.csv").write_text("0F0,0B0\n1F0,1B0\n")
     Path("bad.csv").write_text("0F0,0B0,0B0\n1B0,1F0\n")
-    assert main([*command, "--json", "-"]) == status
-    out, err = capsys.readouterr()
+    out, err = typed.only([*command, "--json", "-"], status)
     data = documented(out)
     assert (data["command"], data["status"]) == (command[0], status)
     assert data.keys() - {"schema", "command", "status", "verdicts"} == has
@@ -119,36 +103,25 @@ def test_what_the_schema_does_not_know_is_seen() -> None:
     ],
 )
 def test_quiet_leaves_what_does_not_pass(
-    arguments: list[str],
-    left: int,
-    tmp_path_factory: pytest.TempPathFactory,
-    typed: Typed,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], left: int, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "quiet"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path)
     Path("ok.csv").write_text(build("1f1b", ranks=2, microbatches=2).to_csv())
-    main(["record", "1f1b r1 s1 m1 model=mlp plan=train", "--record", "x"])
-    Path("test_my_pipeline.py").unlink(missing_ok=True)
-    typed.said()
-    assert main([*arguments, "--quiet"]) == 0
-    assert typed.said().count("\n") == left
+    if arguments[0] == "compare":
+        typed.only("record 1f1b r1 s1 m1 model=mlp plan=train --record x")
+    assert typed.only([*arguments, "--quiet"])[0].count("\n") == left
     Path("ok.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B1,1F1,1B0\n")
-    assert main(["check", "ok.csv", "--quiet"]) == 1
-    assert "local-order" in typed.said(), "what breaks a law is said"
+    assert "local-order" in typed.only("check ok.csv --quiet", 1)[0], "what breaks a law is said"
 
 
-@pytest.mark.parametrize("other", ["x", "./x", "link"])
+@pytest.mark.parametrize(("one", "other"), [("x", "x"), ("x", "./x"), ("x", "link"), ("-", "-"), ("no/x", "y")])
 def test_two_results_in_one_file_are_refused(
-    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    one: str, other: str, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("x")
-    assert main(["show", "1f1b", "--json", "x", "--svg", other]) == 2
-    said = capsys.readouterr().err
-    golden(said)
-    assert not Path("x").exists()
+    typed.refused(["show", "1f1b", "--json", one, "--svg", other])
+    assert [*tmp_path.iterdir()] == [tmp_path / "link"]
     assert not takes_standard_output(Namespace(json=OutPath(os.devnull), html=OutPath(os.devnull)))
 
 

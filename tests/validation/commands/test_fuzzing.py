@@ -10,13 +10,13 @@ import pytest
 
 from pipeproof.commands import fuzzing
 from pipeproof.commands.campaign import Setting, composed_verdict
-from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.fuzzing import Wish, fuzz_all
 from pipeproof.commands.outputs import Outputs
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.own.case import Case
 from pipeproof.own.fuzz import SmallestFailure, Tally, judge_case
+from pipeproof.own.validator import decided_by
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.json_schema import documented
@@ -62,7 +62,7 @@ def test_a_wrong_composed_case_can_be_replayed(simulated: World) -> None:
     case = Case.parse("1f1b r2 s2 m2 split=1,1 model=mlp plan=train seed=0 specimen=loss-undivided")
     found = judge_case(case, simulated, validated=composed_verdict)
     assert found.outcome == "fail"
-    assert found.replay.endswith("--check composed")
+    assert "--check composed --world" in found.replay
 
 
 def test_only_our_runtime_can_be_composed(typed: Typed) -> None:
@@ -84,38 +84,36 @@ class Judge:
         if verdict == "interrupted":
             raise AskedToEnd(signal.SIGINT)
         mismatches = () if verdict == "pass" else (Mismatch("loss", 1, "a", "b"),)
-        return replace(PASSED, config=str(case), outcome=verdict, mismatches=mismatches)
+        return decided_by(replace(PASSED, config=str(case), outcome=verdict, mismatches=mismatches), world.decision)
 
 
-def campaign(file: Path, *, cases: int = 10, more: str = "") -> int:
-    return main(f"fuzz --cases {cases} --world simulated --transport any --resume {file} {more}".split())
+def campaign(file: Path, cases: int = 10) -> str:
+    return f"fuzz --cases {cases} --world simulated --transport any --resume {file}"
 
 
 def test_a_campaign_goes_on_where_it_was_interrupted(
     tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, whole = tmp_path / "a.json", Judge(monkeypatch)
-    assert campaign(tmp_path / "whole.json") == 0
-    typed.said()
+    typed.only(campaign(tmp_path / "whole.json"))
     first = Judge(monkeypatch, interrupted=7)
-    assert campaign(file) == 130
+    typed(campaign(file), 130)
     rest = Judge(monkeypatch)
-    assert campaign(file) == 0
+    typed(campaign(file))
     assert first.ran[:4] + rest.ran == whole.ran, "the part that was interrupted runs again, and those before it do not"
-    golden(typed.said())
     once_more = Judge(monkeypatch)
-    assert campaign(file) == 0
+    typed.only(campaign(file))
     assert once_more.ran == []
-    assert campaign(file, cases=12) == 0
+    typed.only(campaign(file, cases=12))
     assert len(once_more.ran) == 2
     assert json.loads(file.read_text())["counts"]["verdicts"] == {"pass": 12}
 
 
-def test_a_part_that_found_something_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_found_something_is_not_done(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.json"
     for number in (6, 2):
         Judge(monkeypatch, fail=number)
-        assert campaign(file) == 1, "what fails but once is told all the same"
+        typed.only(campaign(file), 1)  # what fails but once is told all the same
         assert json.loads(file.read_text())["parts"] == 1
 
 
@@ -124,38 +122,21 @@ def test_what_was_left_open_earlier_is_still_open(
 ) -> None:
     Judge(monkeypatch, unknown=2)
     for cases in (4, 8):
-        assert campaign(tmp_path / "a.json", cases=cases) == 3
-        assert "rounding" in (said := typed.said())
+        assert "rounding" in (said := typed.only(campaign(tmp_path / "a.json", cases), 3)[0])
         assert "--world simulated --transport" in said
 
 
 @pytest.mark.parametrize(
-    ("content", "more", "said"),
-    [
-        (
-            "",
-            "",
-            "a.json is no JSON (Expecting value: line 1 column 1 (char 0)): expected a campaign",
-        ),
-        ("{}", "", "a.json is no campaign's file: it was not written by pipeproof fuzz --resume"),
-        (None, "--seed 7", "is of a campaign with seed 0, and this one has 7: give what it has, or name a new file"),
-        (None, "--schedule 1f1b", "and this one has 1f1b: give"),
-        (None, "--interleaving 3", "is of a campaign with decided seeds drawn, transports"),
-    ],
+    ("content", "more"),
+    [("", ""), ("{}", ""), *((None, more) for more in ("--seed 7", "--schedule 1f1b", "--interleaving 3"))],
 )
 def test_a_file_of_something_else_is_refused(
-    content: str | None,
-    more: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    content: str | None, more: str, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, judge = tmp_path / "a.json", Judge(monkeypatch)
-    assert campaign(file, cases=1) == 0
+    typed.only(campaign(file, cases=1))
     if content is not None:
         file.write_text(content)
     before = file.read_text()
-    assert campaign(file, more=more) == 2
-    assert said in capsys.readouterr().err
+    typed.refused(f"{campaign(file)} {more}")
     assert (file.read_text(), len(judge.ran)) == (before, 1)

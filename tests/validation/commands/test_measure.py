@@ -54,11 +54,6 @@ def test_a_typical_step_is_shown_beside_the_simulation() -> None:
     assert last[:4] == ["makespan:", "7000.0", "ms", "measured,"]
 
 
-def test_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="--steps is 0: expected at least 1"):
-        show_measured(CASE, Namespace(steps=0))
-
-
 def test_ranks_that_fail_leave_no_file(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> Measured:
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])

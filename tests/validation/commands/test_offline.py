@@ -1,13 +1,11 @@
 """The commands record and compare as a user types them: what they print, and their exit statuses."""
 
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeproof.commands.cli import main
 from pipeproof.own.case import Case
 from pipeproof.own.config import Config
 from pipeproof.records.case_record import record_expected
@@ -32,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seeded = record_expected(Case.parse(ONE.replace("seed=0", "seed=1")))
     with OutputFile(str(made / "elsewhere")) as file:
         write(replace(seeded, config={**seeded.config, "torch": "1.0"}), file)
+    (made / "text").write_text("no record")
     (made / "config.json").write_bytes(Config({"pp": 2, "tp": 2}).text())
     return made
 
@@ -41,13 +40,10 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def test_record_writes_what_is_expected(typed: Typed) -> None:
-    typed(["record", *ONE.split(), "--record", "again"])
-    assert main(["compare", "one", "again"]) == 0
-
-
-def test_records_of_two_schedules_agree(typed: Typed) -> None:
-    typed(["compare", "one", "other", "--json", "verdict.json"], lines="^PASS")
+def test_what_is_recorded_agrees_under_another_schedule(typed: Typed) -> None:
+    typed(f"record {ONE} --record again")
+    typed.only("compare one again")
+    typed("compare again other --json verdict.json", lines="^PASS")
     assert documented(Path("verdict.json").read_text())["verdicts"][0]["outcome"] == "pass"
 
 
@@ -55,36 +51,17 @@ def test_folders_of_runs_are_compared(typed: Typed) -> None:
     Loop().train(Path("runs/good"), range(4))
     Loop([3, 2, 1, 0], faster, 2).train(Path("runs/observed"), range(4))
     Loop([2, 0, 3, 1]).train(Path("runs/third"), range(3))
-    compare = ["compare", "runs/good", "runs/observed"]
-    assert main(compare) == 3
-    assert main([*compare, "--also", "runs/third", "--until", "1"]) == 0
-    typed.said()
-    out = typed(
-        [*compare, "--also", "runs/third", "--json", "run.json", "--html", "run.html"],
-        1,
-        lines="^FAIL|^  (mismatch|again) ",
-    )
+    compare = "compare runs/good runs/observed"
+    typed.only(compare, 3)
+    typed.only(f"{compare} --also runs/third --until 1")
+    more = "--also runs/third --json run.json --html run.html"
+    out = typed(f"{compare} {more}", 1, lines="^FAIL|^  (mismatch|again) ")
     assert documented(Path("run.json").read_text())["verdicts"][0]["mismatches"][0]["step"] == 2
     assert out.splitlines()[0].removeprefix("FAIL the ").partition(",")[0] in Path("run.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "one run",
-        "run run",
-        "run run --until -1",
-        "one other --also run",
-    ],
-)
-def test_what_is_no_pair_of_runs_is_refused(line: str, typed: Typed) -> None:
-    Path("run").mkdir(exist_ok=True)
-    typed.refused(["compare", *shlex.split(line)])
-
-
 def test_diff_says_first_how_the_configs_differ(typed: Typed) -> None:
-    assert main(["compare", "one", "other", "--why", "--html", "diff.html"]) == 0
-    out = typed.said()
+    out = typed.only("compare one other --why --html diff.html")[0]
     lines = [line.split() for line in out.splitlines()]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
     assert [line[0] for line in lines[-5:]] == ["why", "most", "one", "other", "diff.html:"]
@@ -112,46 +89,41 @@ def test_a_wrong_number_ends_with_1(typed: Typed) -> None:
         typed(["compare", "one", "wrong", *why], 1, lines="^(FAIL|DIFFERENT)|^  (mismatch|why|try|one|other) ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["compare", "one", "seeded"], "microbatch 0 first; their configs differ in seed (0, 1); expected two records"),
-        (["compare", "one", "elsewhere", "--why"], "microbatch 0 first; their configs differ in seed (0, 1), torch"),
-        (["compare", "one", "nowhere", "--why"], "no such file: nowhere"),
-        (["compare", "nowhere", "one"], "no such file: nowhere"),
-        (["compare", __file__, "one"], "is no record: expected a file that `pipeproof record` or --record wrote"),
-        (["compare", "one", "one", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
-        (["compare", "", "one"], "cannot read a file whose name is empty"),
-        (
-            ["compare", "config.json", "one"],
-            "config.json is a config, and no record: `pipeproof record --config",
-        ),
-        (["compare", "one", "one", "--html", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
-        (["record", "gibberish", "--record", "x"], "not a case: 'gibberish'"),
-        (
-            ["record", f"{ONE} specimen=layernorm-zero", "--record", "x"],
-            "what is expected has no specimen; leave it out",
-        ),
-        (["record", ONE, "--record", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
-        (["validate", "--record", "x"], "--record takes one case, and these are 22: choose one --schedule and one"),
-    ],
-)
-def test_bad_input_is_refused_and_nothing_is_written(
-    arguments: list[str], words: str, folder: Path, typed: Typed
-) -> None:
+BAD = f"""
+compare one seeded
+compare one elsewhere --why
+compare one nowhere --why
+compare nowhere one
+compare text one
+compare one one --json /no/such/folder/x
+compare '' one
+compare config.json one
+compare one one --html /no/such/folder/x
+record gibberish --record x
+record {ONE} specimen=layernorm-zero --record x
+record {ONE} --record /no/such/folder/x
+validate --record x
+compare one run
+compare run run
+compare run run --until -1
+compare one other --also run
+"""
+
+
+@pytest.mark.parametrize("line", BAD.strip().splitlines())
+def test_bad_input_is_refused_and_nothing_is_written(line: str, folder: Path, typed: Typed) -> None:
+    Path("run").mkdir(exist_ok=True)
     before = sorted(folder.iterdir())
-    typed.refused(arguments, words)
+    typed.refused(line)
     assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.pipeproof_ranks
-def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", ONE, "--record", "observed"]) == 0
-    assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1
-    capsys.readouterr()
-    assert main(["compare", "observed", "observed"]) == 0
-    assert main(["compare", "observed", "faulty", "--json", "diff.json", "--html", "diff.html"]) == 1
-    out, _ = capsys.readouterr()
+def test_what_a_run_gave_is_recorded_and_judged(typed: Typed) -> None:
+    typed.only(f"replay {ONE} --record observed")
+    typed.only(f"replay {ONE} specimen=layernorm-zero --record faulty", 1)
+    out = typed.only("compare observed observed")[0]
+    out += typed.only("compare observed faulty --json diff.json --html diff.html", 1)[0]
     assert re.findall(r"(?m)^[A-Z]+ ", out) == ["SAME ", "DIFFERENT "]
     numbers, _, why = out.rpartition("  why ")
     assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", numbers, re.IGNORECASE)
@@ -161,6 +133,4 @@ def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[st
     told = documented(Path("diff.json").read_text())
     assert told["verdicts"][0]["sides"] == ["other", "one"]
     assert (told["status"], told["difference"]["reason"]) == (1, "fault")
-    assert main(["compare", "one", "observed"]) == 0
-    out, _ = capsys.readouterr()
-    golden(out, lines="^PASS")
+    typed("compare one observed", lines="^PASS")

@@ -25,9 +25,6 @@ def test_the_table_is_printed_and_written(tmp_path: Path, typed: Typed) -> None:
     validated = [one["validated"] for one in data["primitives"]]
     assert all(one["passed"] == one["seeds"] > 0 for one in validated if one)
     assert [one["name"] for one in data["primitives"]] == list(PRIMITIVES)
-
-
-def test_some_of_it_by_name(typed: Typed) -> None:
     typed(["advise", "--primitive", "TP,dp", "-q"], lines=r"^\S")
     typed.refused(["advise", "--primitive", "tpp"])
 

@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 
-from pipeproof.commands.cli import main
 from tests.support.golden import golden
 from tests.support.typed import Typed
 
@@ -38,8 +37,7 @@ def test_a_replay_line_is_exact(typed: Typed) -> None:
     observed = []
     line = ["replay", LOST, *SIMULATED, "--transport", "buffered", "--interleaving", "7"]
     for _ in range(2):
-        assert main(line) == 3
-        out = typed.said()
+        out = typed.only(line, 3)[0]
         found = re.search(r"replay +pipeproof (.*)", out)
         assert found is not None, out
         line = shlex.split(found[1])
@@ -54,28 +52,21 @@ SMALLEST = "gpipe r2 s2 m1 split=1,1 model=mlp plan=train"
 
 def test_what_fails_is_told_with_the_fewest_preemptions(typed: Typed) -> None:
     for words in (["--exhaust", "5"], ["--interleavings", "20"]):
-        assert main(["replay", LOST, *SIMULATED, *words]) == 3
-        golden(typed.said(), lines="^HANG|^  replay")
+        typed(["replay", LOST, *SIMULATED, *words], 3, lines="^HANG|^  replay")
 
 
 def test_a_hang_ends_with_enough_room(typed: Typed) -> None:
     line = ["replay", f"{SMALLEST} specimen=both-send-first", *SIMULATED, "--transport", "nccl"]
-    assert main(line) == 3
-    told = re.search(
-        r"; with room for ([\d,]+) bytes from one rank to another it ends, under this seed\n", typed.said()
-    )
-    assert told is not None
-    room = int(told[1].replace(",", ""))
-    assert main([*line, "--room", str(room - 1)]) == 3
-    assert f"--room {room - 1} --interleaving" in typed.said()
-    assert main([*line, "--room", str(room)]) == 0
+    (told,) = re.findall(r"; with room for ([\d,]+) bytes from one rank to another it ends,", typed.only(line, 3)[0])
+    room = int(told.replace(",", ""))
+    assert f"--room {room - 1} --interleaving" in typed.only([*line, "--room", str(room - 1)], 3)[0]
     hidden = f"this case cannot show both-send-first, which needs --room below {room}: who sends does not wait for what"
-    assert hidden in typed.said()
+    assert hidden in typed.only([*line, "--room", str(room)])[0]
 
 
 def test_a_campaign_draws_transports_unless_they_are_given(typed: Typed) -> None:
-    assert main(["fuzz", "--cases", "6", "--max-ranks", "1", *NAIVE, "--transport", "any"]) == 0
-    assert len(re.findall(r"(\w+) \d+", typed.said().partition("transports: ")[2].partition(";")[0])) > 1
+    out = typed.only(["fuzz", "--cases", "6", "--max-ranks", "1", *NAIVE, "--transport", "any"])[0]
+    assert len(re.findall(r"(\w+) \d+", out.partition("transports: ")[2].partition(";")[0])) > 1
 
 
 @pytest.mark.parametrize(

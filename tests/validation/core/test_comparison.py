@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeproof import watch
 from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.observe.observed import Observed
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import error
@@ -30,6 +30,7 @@ from pipeproof.whitebox import WhiteBox
 from pipeproof.worlds.world import World
 from tests.support.check_here import check_here, show_all
 from tests.support.golden import golden
+from tests.support.steps import backward
 from tests.support.two_ranks import (
     COUNT,
     all_forward_all_backward,
@@ -105,9 +106,8 @@ ROOTED = partial(Linear, "root")
 
 
 def trained(model: nn.Module, microbatches: list[Any], *, reported: float | None = None) -> Any:
-    losses = [mse(model(x), target) for x, target in microbatches]
-    (torch.stack(losses).sum() / 2).backward()
-    return model, [loss.item() for loss in losses] if reported is None else reported
+    losses = backward(model, microbatches, by=mse)
+    return model, losses if reported is None else reported
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
@@ -157,15 +157,28 @@ def test_a_mask_of_infinities_hides_nothing_and_is_no_difference() -> None:
     assert error(torch.tensor([0.0, 1.0, math.nan, 2.0]), mask) == math.inf
 
 
-@pytest.mark.parametrize(("before", "outcome"), [(math.nan, "unknown"), (-math.inf, "pass")])
-def test_an_update_to_no_number_is_no_fault_of_an_optimizer(before: float, outcome: str) -> None:
-    was, observed = torch.tensor([before, 1.0]), torch.tensor([before, 2.0])
+ONES, UP = torch.ones(3), torch.nextafter(torch.ones(3), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("before", "gradient", "wanted", "observed", "outcome"),
+    [
+        ([math.nan, 1.0], ONES[:2], [math.nan, 2.0], [math.nan, -2.0], "unknown"),  # no fault of an optimizer
+        ([-math.inf, 1.0], ONES[:2], [-math.inf, 2.0], [-math.inf, 2.0], "pass"),
+        (ONES, ONES, ONES, UP, "unknown"),  # storage may round what moves
+        (ONES, 0 * ONES, UP, torch.nextafter(UP, 2 * UP), "unknown"),
+        (ONES, 0 * ONES, ONES, UP, "fail"),  # and nothing that stands still
+        (ONES, None, ONES, UP, "fail"),
+    ],
+)
+def test_an_update_is_wrong_beyond_what_storage_rounds(
+    before: Any, gradient: Tensor | None, wanted: Any, observed: Any, outcome: str
+) -> None:
     book = Ledger(["updated-parameters"])
-    tensors = {"before": {"w": was}, "gradients": {"w": torch.ones(2)}, "parameters": {"w": observed.clone()}}
-    expected = ExpectedOperation("train", (), (), **tensors)
-    Comparison(expected, Allowed(), book).parameter("w", observed if before < 0 else -observed)
-    assert [law.outcome for law in book.laws()] == [outcome]
-    assert not book.mismatches
+    before, wanted, observed = map(torch.as_tensor, (before, wanted, observed))
+    tensors = {"before": {"w": before}, "gradients": {"w": gradient}, "parameters": {"w": wanted}}
+    Comparison(ExpectedOperation("train", (), (), **tensors), Allowed(), book).parameter("w", observed)
+    assert ([law.outcome for law in book.laws()], bool(book.mismatches)) == ([outcome], outcome == "fail")
 
 
 def test_equal_mismatches_are_equal_also_where_they_are_about_no_number() -> None:
@@ -178,7 +191,7 @@ def test_equal_mismatches_are_equal_also_where_they_are_about_no_number() -> Non
 
 def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
     book = Ledger(["gradient"])
-    book.hold(Heading("gradient", frozenset(), Mismatch("gradient", 1, parameter="a")), True, "", "")
+    book.hold(Mismatch("gradient", 1, parameter="a"), True, "", "")
     assert book.compared_names("gradient", 0) == {"a"}
     book.leave_out("gradient", [f"p{k}" for k in range(14)], "not compared")
     (law,) = book.laws()
@@ -210,59 +223,32 @@ def test_losses_come_in_the_order_of_what_was_given(order: list[int], outcome: s
 
 
 @pytest.mark.parametrize(
-    ("reported", "total", "wrong"),
+    ("reported", "share", "total", "wrong"),
     [
-        ([1.0, 2.0], 1.5, ()),
-        ([1.0, 2.0], 1.6, (None,)),
-        ([1.0, 4.0], 2.5, (1,)),  # the total of what was reported: the loss alone is wrong
-        ([1.0, 4.0], 1.5, (1, None)),  # what the reference has is not nearer: it is no total of these
-        (None, 1.5, ()),  # of losses that nobody reported it is the reference's
-        (None, 2.5, (None,)),
-        ([-2.0, 1.0], -0.5, (0, 1)),
+        ([1.0, 2.0], None, 1.5, ()),
+        ([1.0, 2.0], None, 1.6, (None,)),
+        ([1.0, 4.0], None, 2.5, (1,)),  # the total of what was reported: the loss alone is wrong
+        ([1.0, 4.0], None, 1.5, (1, None)),  # what the reference has is not nearer: it is no total of these
+        (None, None, 1.5, ()),  # of losses that nobody reported it is the reference's
+        (None, None, 2.5, (None,)),
+        ([-2.0, 1.0], None, -0.5, (0, 1)),
+        ([2.0], [1], 1.5, ()),  # beside the losses of a share it is that of all
+        ([2.0], [1], 2.0, (None,)),
     ],
 )
 def test_a_total_is_that_of_the_losses_that_were_reported(
-    reported: list[float] | None, total: float, wrong: tuple[int | None, ...]
+    reported: list[float] | None, share: list[int] | None, total: float, wrong: tuple[int | None, ...]
 ) -> None:
     ledger = Ledger(["loss"])
     at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Allowed(), ledger)
     if reported is not None:
-        at.losses(reported)
+        at.losses(reported, share=share)
     at.loss(total)
     assert tuple(one.microbatch for one in ledger.mismatches) == wrong
 
 
-def test_a_total_beside_the_losses_of_a_share_is_that_of_all() -> None:
-    ledger = Ledger(["loss"])
-    at = Comparison(ExpectedOperation("train", ("", ""), (1.0, 2.0), 1.5), Allowed(), ledger)
-    at.losses([2.0], share=[1])
-    at.loss(1.5)
-    at.loss(2.0)
-    assert [one.observed for one in ledger.mismatches] == [2.0]
-
-
-@pytest.mark.parametrize(
-    ("gradient", "moves", "fails"),
-    [
-        (torch.ones(3), False, False),
-        (torch.zeros(3), True, False),
-        (torch.zeros(3), False, True),
-        (None, False, True),
-    ],
-)
-def test_storage_rounds_nothing_that_stands_still(gradient: Tensor | None, moves: bool, fails: bool) -> None:
-    before, up = torch.ones(3), torch.tensor(2.0)
-    wanted = torch.nextafter(before, up) if moves else before
-    book = Ledger(["updated-parameters"])
-    tensors = {"before": {"w": before}, "gradients": {"w": gradient}, "parameters": {"w": wanted}}
-    at = Comparison(ExpectedOperation("train", (), (), **tensors), Allowed(), book)  # type: ignore[arg-type]
-    at.parameter("w", torch.nextafter(wanted, up))
-    assert (book.laws()[0].outcome == "fail") == fails
-
-
 def by_forward(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
-    result: Tensor = stage.forward(x)
-    return result
+    return stage.forward(x)
 
 
 def by_parts(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
@@ -301,35 +287,6 @@ def with_metric(model: nn.Sequential, microbatches: list[Any], *, first: bool = 
     return stage, losses
 
 
-def row(one: Callable[..., Any], build: Any = plain, *, sweep: bool = False, **laws: str) -> Any:
-    """A step that passes, and the outcomes of laws that say why they do not decide."""
-    return pytest.param(one, build, laws, marks=[pytest.mark.sweep] * sweep)
-
-
-NOT_OBSERVED = {"microbatches": "not observed", "boundaries": "not observed"}
-RIGHT = {
-    "no call": row(partial(step, call=by_forward), **NOT_OBSERVED),
-    "calls of parts": row(partial(step, call=by_parts), **NOT_OBSERVED),
-    "calls of one rank": row(partial(step, call=on_one_rank), sweep=True, boundaries="pass"),
-    "calls of some microbatches": row(partial(step, call=now_and_then), sweep=True, microbatches="pass"),
-    **{f"frozen {k}": row(step, partial(plain, frozen=k)) for k in (1, 2, 3)},
-    **{f"frozen {k} in a schedule": row(by_own_schedule, partial(plain, frozen=k)) for k in (1, 2, 3)},
-    "evaluation mode": row(in_evaluation_mode, sweep=True),
-    "more calls last": row(with_metric, sweep=True),
-    "more calls first": row(partial(with_metric, first=True), sweep=True),
-}
-
-
-@pytest.mark.parametrize(("one", "build", "laws"), RIGHT.values(), ids=RIGHT)
-def test_what_changes_no_result_decides_nothing(
-    whitebox: WhiteBox, one: Callable[..., Any], build: Any, laws: dict[str, str]
-) -> None:
-    verdict = passes(judged(whitebox, one, build))
-    for law, outcome in laws.items():
-        assert verdict.law(law).outcome == outcome
-        golden(verdict.law(law).note)
-
-
 class Fades(nn.Module):
     """Another computation in evaluation mode, by what is no dropout of torch's."""
 
@@ -346,23 +303,48 @@ def thawed(model: nn.Sequential, microbatches: list[Any]) -> Any:
     return step(model.requires_grad_(True), microbatches)
 
 
+def frozen(count: int) -> Callable[[], nn.Sequential]:
+    return partial(plain, frozen=count)
+
+
 fading = partial(model_of, lambda: nn.Sequential(plain_block(), Fades()))
 scaled = partial(in_evaluation_mode, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
-WRONG: dict[str, tuple[Callable[..., Any], Any, set[tuple[object, ...]]]] = {
-    **{
-        name: (partial(step, call=partial(without_second, call=call)), plain, {("dropped", 0, 0, (2,))})
-        for name, call in (("no call", by_forward), ("some calls", now_and_then), ("all calls", called))
-    },
-    "behind a frozen stage": (partial(step, call=dropped), partial(plain, frozen=2), {("dropped", 1, 1, (2,))}),
-    "thawed": (thawed, partial(plain, frozen=2), {("unexpected",)}),
-    "a mode that counts": (in_evaluation_mode, fading, {("mode",)}),
-    "a mode that does not": (scaled, plain, {("scale", 0, 0, (1,))}),
-}
+sweep = partial(pytest.param, marks=pytest.mark.sweep)
+row = pytest.param
+NOT_OBSERVED = {"microbatches": "not observed", "boundaries": "not observed"}
+FIRST_LACKS = {("dropped", 0, 0, (2,))}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_beside_it_is_named(whitebox: WhiteBox, name: str) -> None:
-    one, build, causes = WRONG[name]
-    found = named(judged(whitebox, one, build))
-    width = max(map(len, causes))
-    assert {cause[:width] for cause in found} == causes, found
+@pytest.mark.parametrize(
+    ("one", "build", "laws", "causes"),
+    [
+        row(partial(step, call=by_forward), plain, NOT_OBSERVED, {}, id="no call"),
+        row(partial(step, call=by_parts), plain, NOT_OBSERVED, {}, id="calls of parts"),
+        sweep(partial(step, call=on_one_rank), plain, {"boundaries": "pass"}, {}, id="calls of one rank"),
+        sweep(partial(step, call=now_and_then), plain, {"microbatches": "pass"}, {}, id="calls of some microbatches"),
+        *(row(step, frozen(k), {}, {}, id=f"frozen {k}") for k in (1, 2, 3)),
+        *(row(by_own_schedule, frozen(k), {}, {}, id=f"frozen {k} in a schedule") for k in (1, 2, 3)),
+        sweep(in_evaluation_mode, plain, {}, {}, id="evaluation mode"),
+        sweep(with_metric, plain, {}, {}, id="more calls last"),
+        sweep(partial(with_metric, first=True), plain, {}, {}, id="more calls first"),
+        *(
+            row(partial(step, call=partial(without_second, call=call)), plain, {}, FIRST_LACKS, id=f"lacks one, {name}")
+            for name, call in (("no call", by_forward), ("some calls", now_and_then), ("all calls", called))
+        ),
+        row(partial(step, call=dropped), frozen(2), {}, {("dropped", 1, 1, (2,))}, id="behind a frozen stage"),
+        row(thawed, frozen(2), {}, {("unexpected",)}, id="thawed"),
+        row(in_evaluation_mode, fading, {}, {("mode",)}, id="a mode that counts"),
+        row(scaled, plain, {}, {("scale", 0, 0, (1,))}, id="a mode that does not"),
+    ],
+)
+def test_results_decide_and_name_what_is_wrong(
+    whitebox: WhiteBox, one: Callable[..., Any], build: Any, laws: dict[str, str], causes: set[tuple[object, ...]]
+) -> None:
+    verdict = judged(whitebox, one, build)
+    if causes:
+        assert {cause[: max(map(len, causes))] for cause in named(verdict)} == causes
+    else:
+        passes(verdict)
+    for law, outcome in laws.items():
+        assert verdict.law(law).outcome == outcome
+        golden(verdict.law(law).note)

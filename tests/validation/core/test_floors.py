@@ -19,6 +19,7 @@ from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
 from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference
 from tests.support.golden import golden
+from tests.support.steps import Pairs, pairs
 
 ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
 
@@ -41,9 +42,8 @@ def floors_of(name: str, plan: Sequence[str] = ("train",), *, dtype: str = "fp32
 @pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
 def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[str, ...]) -> None:
     _, floors = floors_of(name, plan)
-    for site, expected in floors._last.gradients.items():
+    for site in floors._last.gradients:
         floor = floors.gradient(site)
-        assert expected is not None
         assert 1e-9 < floor.largest < 3e-6, site
         assert FP32.least <= floor.limit < FP32.most
         assert floor.fault > 100 * floor.limit, site
@@ -80,10 +80,8 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
     """Which the update shows when it is made once more in fp64 and stored: nothing is left that its floor forbids."""
     reference, floors = floors_of(name)
     expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
-    assert expected.norm is not None
     clip = min(1.0, Recipe().max_norm / (expected.norm + 1e-6))
     for site, gradient in floors._apart_total.items():
-        assert gradient is not None
         update = -rate * clip * gradient
         wide = expected.before[site[1]].double() + update
         before, after = expected.before[site[1]], expected.parameters[site]
@@ -99,7 +97,6 @@ def test_other_dtypes_have_floors_of_a_few_of_their_own_units(name: str, dtype: 
     _, floors = floors_of(name, dtype=dtype)
     unit = PRECISIONS[DTYPES[dtype]].unit
     for site, expected in floors._last.gradients.items():
-        assert expected is not None
         assert expected.dtype is DTYPES[dtype]
         floor = floors.gradient(site)
         assert floor.precision is PRECISIONS[DTYPES[dtype]]
@@ -129,8 +126,6 @@ def test_the_same_sum_in_any_order_or_in_a_wide_accumulator_never_fails(name: st
     for sums in others:
         for site, total in reference.total(sums).items():
             expected = floors._last.gradients[site]
-            assert total is not None
-            assert expected is not None
             assert allowed[site].outcome(error(total.to(expected.dtype), expected)) != "fail", site
 
 
@@ -160,15 +155,17 @@ class MakesItsOwn(nn.Linear):
         return super().forward(x @ torch.eye(x.shape[-1]))
 
 
+def floors_beside(model: nn.Module, data: Pairs) -> Floors:
+    """Of a step of ``model`` on one stage."""
+    owner, orders = dict.fromkeys(dict(model.named_parameters()), 0), {0: range(len(data))}
+    reference = Reference(model, owner=owner, recipe=Recipe(loss=Loss(nn.functional.mse_loss, 4.0)))
+    batches = [Batch.of(*pair) for pair in data]
+    return Floors(reference, [Pending(reference.perform("train", batches, orders=orders), batches, orders)])
+
+
 def floors_of_own(kind: type[nn.Linear]) -> Floors:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), kind(8, 1))
-    owner = dict.fromkeys(dict(model.named_parameters()), 0)
-    reference = Reference(model, owner=owner, recipe=Recipe(loss=Loss(nn.functional.mse_loss, 4.0)))
-    draw = torch.Generator().manual_seed(1)
-    batches = [Batch((torch.randn(3, 4, generator=draw),), torch.randn(3, 1, generator=draw), 3) for _ in range(4)]
-    expected = reference.perform("train", batches, orders={0: range(4)}, max_norm=1.0)
-    return Floors(reference, [Pending(expected, batches, {0: range(4)})])
+    return floors_beside(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), kind(8, 1)), pairs(rows=3, width=4, to=1, seed=1))
 
 
 def test_where_fp64_cannot_run_no_more_passes_and_rounding_is_no_proof_of_a_fault() -> None:
@@ -196,7 +193,6 @@ def test_a_loss_that_rounds_little_by_chance_may_be_as_far_off_as_others() -> No
 def test_how_far_other_weights_move_a_step_is_measured_where_a_narrow_type_is_computed_in() -> None:
     assert floors_of("mlp")[1].moved is None
     moved = floors_of("mlp", dtype="bf16")[1].moved
-    assert moved is not None
     assert all(2.0**-9 < far < 0.2 and moved.leads[name] >= 1.5 * 2.0**-8 for name, far in moved.gradients.items())
     assert 0 < moved.norm < 0.1
 
@@ -256,17 +252,12 @@ class Dropping(Casting):
 def test_what_is_rounded_inside_a_reference_is_no_fault(factor: float, build: type[Casting]) -> None:
     """Where fp64 tells how coarsely, that passes; else it is no proof."""
     torch.manual_seed(0)
-    model, draw = build(), torch.Generator().manual_seed(0)
-    batches = [Batch.of(torch.randn(8, 8, generator=draw), torch.zeros(8, 8)) for _ in range(4)]
-    recipe = Recipe(loss=Loss(nn.functional.mse_loss, 4.0))
-    reference = Reference(model, owner={name: 0 for name, _ in model.named_parameters()}, recipe=recipe)
-    expected = reference.perform("train", batches, orders={0: range(4)})
-    floors = Floors(reference, [Pending(expected, batches, {0: range(4)})])
+    draw = torch.Generator().manual_seed(0)
+    floors = floors_beside(build(), [(torch.randn(8, 8, generator=draw), torch.zeros(8, 8)) for _ in range(4)])
+    expected = floors._last
     told, outcome = build is not Dropping, "unknown" if build is Dropping else "pass"
     for site in expected.gradients:
         right, wide = expected.gradients[site], (floors._apart_total if told else floors._nudged_total)[site]
-        assert right is not None
-        assert wide is not None
         other = (wide * factor).to(right.dtype)  # as another kernel, which rounds less, gives it
         floor = floors.gradient(site)
         assert floor.compare(other, right)[1] == (outcome if factor == 1.0 else "fail")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,9 +37,14 @@ SLOT = (0, "blocks.1.linear.weight")
 Change = Callable[[RankOperation], RankOperation]
 
 
-@pytest.fixture(scope="module")
+@cache
+def run_of(case: Case, here: World) -> Observed:
+    return observe(case, here)
+
+
+@pytest.fixture
 def observed(here: World) -> Observed:
-    return observe(CASE, here)
+    return run_of(CASE, here)
 
 
 def altered(observed: Observed, change: Change, *, operation: int = 0, rank: int = 0) -> Observed:
@@ -65,10 +70,8 @@ def of_slot(field: str, change: Callable[[Any], Tensor | None]) -> Change:
 
 def wrong_gradient(case: Case, observed: Observed, factor: float, *, operation: int = 0) -> Observed:
     """``observed`` with a gradient that is off from the backward on: norm and update are those of it."""
-    model, found = (
-        model_for(case),
-        altered(observed, of_slot("gradients", lambda one: one * factor), operation=operation),
-    )
+    model = model_for(case)
+    found = altered(observed, of_slot("gradients", lambda one: one * factor), operation=operation)
     reference = Reference(model, owner=owners(model, case.split), recipe=Recipe())
     for number in (k for k in range(operation + 1) if case.plan[k] == "train"):
         gradients = found.gradients(number)
@@ -81,8 +84,8 @@ def failing(verdict: Verdict) -> set[str]:
     return {law.name for law in verdict.laws if law.outcome == "fail"}
 
 
-def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observed: Observed) -> None:
-    verdict = judge(CASE, observed, measure=True)
+def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(here: World) -> None:
+    verdict = judge(CASE, run_of(CASE, here), measure=True)
     assert (verdict.outcome, verdict.tier) == ("pass", "bitwise")
     assert [law.name for law in verdict.laws] == list(LAWS)
     assert {law.name: law.outcome for law in verdict.laws} == {
@@ -90,28 +93,34 @@ def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observ
     }
     assert all(law.exact == law.checked > 0 for law in verdict.laws if law.outcome == "pass")
     assert 1e-8 < verdict.floor < 1e-5
+    assert judge(BATCHNORM, run_of(BATCHNORM, here)).law("buffers").exact > 0
 
 
-def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
-    verdict = judge(CASE, wrong_gradient(CASE, observed, 1 + 2**-22))
-    assert (verdict.outcome, verdict.tier) == ("pass", "fp32")
-    assert 1e-7 < verdict.law("gradient").worst < 1e-6
-
-
-def test_more_than_rounding_and_less_than_surely_a_fault_is_unknown(observed: Observed) -> None:
-    verdict = judge(CASE, wrong_gradient(CASE, observed, 1.00005))
-    assert (verdict.outcome, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
-    assert verdict.mismatches[0].parameter == SLOT[1]
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1 / 3])
-def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, factor: float) -> None:
-    verdict = judge(CASE, wrong_gradient(CASE, observed, factor))
-    assert verdict.outcome == "fail"
-    assert failing(verdict) == {"gradient"}
+@pytest.mark.parametrize(
+    ("dtype", "operation", "factor", "outcome", "tier"),
+    [
+        ("fp32", 0, 1 + 2**-22, "pass", "fp32"),
+        ("bf16", 0, 1 + 2.0**-7, "pass", "bf16"),
+        ("fp32", 0, 1.00005, "unknown", "none"),
+        ("bf16", 0, 1.04, "unknown", "none"),
+        ("fp64", 0, 1 + 3e-13, "unknown", "none"),
+        *(("fp32", 0, factor, "fail", "none") for factor in (0.0, -1.0, 2.0, 1 / 3)),
+        *((dtype, 0, 2.0, "fail", "none") for dtype in ("bf16", "fp64")),
+        *(("fp32", operation, 2.0, "fail", "none") for operation in (1, 3, 5)),
+    ],
+)
+def test_a_gradient_that_is_off_fails_its_law_and_its_scenario(
+    here: World, dtype: str, operation: int, factor: float, outcome: str, tier: str
+) -> None:
+    case = CASE if dtype == "fp32" else replace(CASE, dtype=dtype, plan=("train",))
+    verdict = judge(case, wrong_gradient(case, run_of(case, here), factor, operation=operation))
+    assert (verdict.outcome, verdict.tier) == (outcome, tier)
+    assert verdict.law("gradient").worst == pytest.approx(abs(factor - 1), rel=0.3), "up to what dtypes round"
+    law = {1: {"second-step"}, 3: {"accumulation"}, 5: {"eval"}}.get(operation, set())
+    assert failing(verdict) == ({"gradient"} | law if outcome == "fail" else set())
     assert [(m.law, m.parameter, m.rank, m.stage, m.operation) for m in verdict.mismatches] == [
-        ("gradient", SLOT[1], 0, 0, 1)
-    ]
+        ("gradient", SLOT[1], 0, 0, operation + 1)
+    ] * (outcome != "pass")
 
 
 def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed) -> None:
@@ -121,13 +130,6 @@ def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed)
     assert verdict.law("eval").outcome == verdict.law("accumulation").outcome == "unknown"
     assert verdict.law("eval").reasons == (Reason.EARLIER,)
     golden(verdict.law("eval").note)
-
-
-@pytest.mark.parametrize(
-    ("operation", "law"), [(1, "second-step"), (3, "accumulation"), (5, "eval")], ids=["second", "accumulated", "eval"]
-)
-def test_a_later_step_fails_the_law_of_its_scenario(observed: Observed, operation: int, law: str) -> None:
-    assert failing(judge(CASE, wrong_gradient(CASE, observed, 2.0, operation=operation))) == {"gradient", law}
 
 
 def test_the_scenarios_of_a_plan() -> None:
@@ -153,167 +155,117 @@ def given(**changes: Callable[[Any], Any]) -> Change:
     return lambda ours: replace(ours, **{name: change(getattr(ours, name)) for name, change in changes.items()})
 
 
-TWICE, OTHER_MODE = (
-    {"observed": (0, 1, 2, 2)},
-    given(called=lambda every: tuple((one, not mode) for one, mode in every)),
-)
-WRONG: dict[str, tuple[int, Change, set[str], dict[str, object]]] = {
-    "a loss": (0, given(losses=lambda all: (*all[:2], all[2] * 1.1)), {"loss"}, {"microbatch": 2, "rank": 0}),
-    "no losses": (0, given(losses=lambda _: ()), {"loss"}, {"observed_text": "0 losses"}),
-    "an evaluation": (4, given(losses=lambda all: tuple(one + 1 for one in all)), {"loss", "eval"}, {}),
-    "the total": (0, given(loss=lambda one: one * 7), {"loss"}, {"microbatch": None}),
-    "a call too many": (0, given(called=lambda all: (*all, all[0])), {"microbatches"}, {"what": "calls"}),
-    "a mode": (0, OTHER_MODE, {"microbatches"}, {"what": "mode"}),
-    "a mode in evaluation": (4, OTHER_MODE, {"microbatches", "eval"}, {"what": "mode"}),
-    "a backward too many": (0, given(executed=lambda all: (*all, all[-1])), {"microbatches"}, TWICE),
-    "a norm": (0, given(norm=lambda one: one * 1.01), {"grad-norm"}, {"rank": 0}),
-    "no norm": (0, given(norm=lambda _: None), {"grad-norm"}, {"rank": 0}),
-    "a step": (0, of_slot("parameters", lambda one: one * 1.05), {"updated-parameters"}, {"parameter": SLOT[1]}),
+def at_another_stage(ours: RankOperation) -> RankOperation:
+    gradients, parameters = dict[Site, Any](ours.gradients or {}), dict[Site, Any](ours.parameters or {})
+    for held in (gradients, parameters):
+        held[1, SLOT[1]] = held.pop(SLOT)
+    return replace(ours, gradients=gradients, parameters=parameters)
+
+
+BATCHNORM = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
+FROZEN, UP = replace(CASE, model="frozen", plan=("train",)), lambda one: torch.nextafter(one, one + 1)
+LAST = len(CASE.plan) - 1
+TWICE, EXTRA = {"observed": (0, 1, 2, 2)}, given(gradients=lambda all: {**all, (0, "extra"): torch.ones(2)})
+OTHER_MODE = given(called=lambda every: tuple((one, not mode) for one, mode in every))
+OFF = given(buffers=lambda all: {**all, min(all): all[min(all)] + 1})
+WITHOUT = {"presence", "grad-norm", "updated-parameters"}
+ONCE = {"parameters-once"}  # it is about no operation
+WRONG: dict[str, tuple[Case, int, Change, set[str], dict[str, object]]] = {
+    "a loss": (CASE, 0, given(losses=lambda all: (*all[:2], all[2] * 1.1)), {"loss"}, {"microbatch": 2, "rank": 0}),
+    "no losses": (CASE, 0, given(losses=lambda _: ()), {"loss"}, {"observed_text": "0 losses"}),
+    "an evaluation": (CASE, 4, given(losses=lambda all: tuple(one + 1 for one in all)), {"loss", "eval"}, {}),
+    "the total": (CASE, 0, given(loss=lambda one: one * 7), {"loss"}, {"microbatch": None}),
+    "a call too many": (CASE, 0, given(called=lambda all: (*all, all[0])), {"microbatches"}, {"what": "calls"}),
+    "a mode": (CASE, 0, OTHER_MODE, {"microbatches"}, {"what": "mode"}),
+    "a mode in evaluation": (CASE, 4, OTHER_MODE, {"microbatches", "eval"}, {"what": "mode"}),
+    "a backward too many": (CASE, 0, given(executed=lambda all: (*all, all[-1])), {"microbatches"}, TWICE),
+    "a norm": (CASE, 0, given(norm=lambda one: one * 1.01), {"grad-norm"}, {"rank": 0}),
+    "no norm": (CASE, 0, given(norm=lambda _: None), {"grad-norm"}, {"rank": 0}),
+    "no gradient": (CASE, 0, of_slot("gradients", lambda _: None), WITHOUT, {"observed_text": "None"}),
+    "a step": (CASE, 0, of_slot("parameters", lambda one: one * 1.05), {"updated-parameters"}, {"parameter": SLOT[1]}),
+    "a step of what is frozen": (FROZEN, 0, of_slot("parameters", UP), {"updated-parameters"}, {"parameter": SLOT[1]}),
+    "a buffer": (BATCHNORM, 0, OFF, {"buffers"}, {"what": "tensor"}),
+    "no buffer": (BATCHNORM, 0, given(buffers=lambda _: {}), {"buffers"}, {"observed_text": "no such buffer"}),
+    "another stage": (CASE, LAST, at_another_stage, ONCE, {"stage": 0, "observed_text": "held 0 times"}),
+    "a parameter of no model": (CASE, LAST, EXTRA, ONCE, {"parameter": "extra", "what": "held"}),
 }
 
 
-def test_a_missing_gradient_fails_presence(observed: Observed) -> None:
-    verdict = judge(CASE, altered(observed, of_slot("gradients", lambda _: None)))
-    assert "presence" in failing(verdict)
-    assert (verdict.mismatches[0].observed_text, verdict.mismatches[0].expected_text) == ("None", "a gradient")
-
-
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_fails_its_law(observed: Observed, name: str) -> None:
-    operation, change, laws, first = WRONG[name]
-    verdict = judge(CASE, altered(observed, change, operation=operation))
+def test_what_is_wrong_fails_its_law(here: World, name: str) -> None:
+    case, operation, change, laws, first = WRONG[name]
+    verdict = judge(case, altered(run_of(case, here), change, operation=operation))
     assert failing(verdict) == laws
     assert {what: getattr(verdict.mismatches[0], what) for what in first} == first
 
 
-def test_a_buffer_that_differs_or_is_lost_fails(here: World) -> None:
-    case = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
-    observed = observe(case, here)
-    assert judge(case, observed).law("buffers").exact > 0
-    buffers = observed.ranks[0][0].buffers or {}
-    site = min(buffers)
-    for changed in ({**buffers, site: buffers[site] + 1}, {}):
-        verdict = judge(case, altered(observed, given(buffers=lambda _, to=changed: to)))
-        assert failing(verdict) == {"buffers"}
-        assert verdict.mismatches[0].parameter == site[1]
+def poisoned(case: Case) -> Model:
+    model = model_for(case)
+    with torch.no_grad():
+        model.get_parameter(SLOT[1]).fill_(math.nan)
+    return model
 
 
-def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed) -> None:
-    last = len(CASE.plan) - 1
-
-    def moved(ours: RankOperation) -> RankOperation:
-        gradients, parameters = dict(ours.gradients or {}), dict(ours.parameters or {})
-        for held in (gradients, parameters):
-            held[1, SLOT[1]] = held.pop(SLOT)  # type: ignore[assignment]
-        return replace(ours, gradients=gradients, parameters=parameters)
-
-    verdict = judge(CASE, altered(observed, moved, operation=last))
-    assert "parameters-once" in failing(verdict)
-    assert {(m.stage, m.observed_text) for m in verdict.mismatches if m.law == "parameters-once"} == {
-        (0, "held 0 times"),
-        (1, "held 1 times"),
-    }
+def killed(case: Case) -> Model:
+    model = model_for(case)
+    loss = model.mean_loss
+    model.mean_loss = lambda output, target: loss(output, target) * 0.0
+    return model
 
 
-def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]) -> None:
-    def changed(case: Case) -> Model:
-        model = model_for(case)
-        change(model)
-        return model
-
-    monkeypatch.setattr("pipeproof.own.judgement.model_for", changed)
+def still(ours: RankOperation) -> RankOperation:
+    start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
+    return replace(ours, parameters={site: start[site[1]].detach() for site in ours.parameters or {}})
 
 
-def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(model: Model) -> None:
-        with torch.no_grad():
-            model.get_parameter(SLOT[1]).fill_(float("nan"))
-
-    changed_model(monkeypatch, poison)
-    case = replace(CASE, plan=("train",))
-    verdict = judge(case, alone(observed, lambda s: replace(s, losses=(float("nan"),) * 3)))
-    assert verdict.law("loss").outcome == "unknown"
-    assert verdict.law("loss").reasons == (Reason.NOT_FINITE,)
-    golden(verdict.law("loss").note)
+def dead(ours: RankOperation) -> RankOperation:
+    """Zero gradients, as in the reference: everything is equal, and nothing was observed."""
+    gradients = {site: None if one is None else torch.zeros_like(one) for site, one in (ours.gradients or {}).items()}
+    return replace(still(ours), losses=(0.0,) * 3, loss=0.0, gradients=gradients, norm=0.0)
 
 
-def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero gradients on both sides: everything is equal, and nothing was observed."""
+def idle(**given: Any) -> Recipe:
+    return Recipe(**given | {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)})
 
-    def kill(model: Model) -> None:
-        loss = model.mean_loss
-        model.mean_loss = lambda output, target: loss(output, target) * 0.0
 
-    changed_model(monkeypatch, kill)
-
-    def dead(ours: RankOperation) -> RankOperation:
-        grads: dict[tuple[int, str], Tensor | None] = {
-            site: None if g is None else torch.zeros_like(g) for site, g in (ours.gradients or {}).items()
-        }
-        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
-        parameters = {site: start[site[1]].detach() for site in grads}
-        return replace(ours, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
-
-    verdict = judge(replace(CASE, plan=("train",)), alone(observed, dead))
+@pytest.mark.parametrize(
+    ("name", "instead", "change", "laws", "reason"),
+    [
+        ("model_for", poisoned, given(losses=lambda _: (math.nan,) * 3), ("loss",), Reason.NOT_FINITE),
+        ("model_for", killed, dead, ("gradient", "updated-parameters"), Reason.NOTHING),
+        ("Recipe", idle, still, ("updated-parameters",), Reason.ROUNDING),
+    ],
+    ids=["no number in the reference", "two dead runs", "steps that move nothing"],
+)
+def test_what_agrees_and_shows_nothing_is_unknown(
+    observed: Observed,
+    name: str,
+    instead: Callable[..., Any],
+    change: Change,
+    laws: tuple[str, ...],
+    reason: Reason,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"pipeproof.own.judgement.{name}", instead)
+    verdict = judge(replace(CASE, plan=("train",)), alone(observed, change))
+    found = [verdict.law(law) for law in laws]
     assert verdict.outcome == "unknown"
-    assert verdict.law("gradient").reasons == (Reason.NOTHING,)
-    golden("\n".join(verdict.law(name).note for name in ("gradient", "updated-parameters")))
+    assert {(one.outcome, *one.reasons) for one in found} == {("unknown", reason)}
+    golden("\n".join(one.note for one in found))
 
 
-@pytest.mark.parametrize(("dtype", "doubtful"), [("bf16", 1.04), ("fp64", 1 + 3e-13)])
-def test_other_dtypes_are_judged_bit_for_bit_too(here: World, dtype: str, doubtful: float) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+def test_other_dtypes_are_judged_bit_for_bit_too(here: World, dtype: str) -> None:
     case = replace(CASE, dtype=dtype, plan=("train",))
-    observed = observe(case, here)
-    gradient = observed.gradients(0)[SLOT]
-    assert gradient is not None
-    assert gradient.dtype is DTYPES[dtype]
+    observed = run_of(case, here)
+    assert observed.gradients(0)[SLOT].dtype is DTYPES[dtype]
     assert judge(case, observed).tier == "bitwise"
-    assert judge(case, wrong_gradient(case, observed, doubtful)).outcome == "unknown"
-    assert failing(judge(case, wrong_gradient(case, observed, 2.0))) == {"gradient"}
-
-
-def test_the_tier_below_bitwise_is_named_after_the_dtype(here: World) -> None:
-    case = replace(CASE, dtype="bf16", plan=("train",))
-    observed = observe(case, here)
-    verdict = judge(case, wrong_gradient(case, observed, 1 + 2.0**-7))
-    assert (verdict.outcome, verdict.tier) == ("pass", "bf16")
     wide = altered(observed, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
     assert judge(case, wide).law("gradient").exact == 0  # the same numbers in another dtype are not the same bits
 
 
 def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) -> dict[Site, Tensor | None]:
     return {site: gradient if gradient is None else gradient.to(dtype) for site, gradient in (gradients or {}).items()}
-
-
-def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that move nothing: parameters agree, and that says nothing."""
-    idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("pipeproof.own.judgement.Recipe", lambda **given: replace(idle, **given))
-
-    def still(ours: RankOperation) -> RankOperation:
-        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
-        return replace(ours, parameters={site: start[site[1]].detach() for site in ours.parameters or {}})
-
-    verdict = judge(replace(CASE, plan=("train",)), alone(observed, still))
-    assert verdict.outcome == "unknown"
-    golden(verdict.law("updated-parameters").note)
-
-
-def test_a_frozen_parameter_that_drifts_by_its_last_place_is_a_failure(here: World) -> None:
-    case = replace(CASE, model="frozen", plan=("train",))
-    model = build_model("frozen", layers=case.layers, seed=case.seed)
-    frozen = next(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-
-    def drifted(observed: RankOperation) -> RankOperation:
-        parameters = {
-            site: torch.nextafter(value, value + 1) if site[1] == frozen else value
-            for site, value in (observed.parameters or {}).items()
-        }
-        return replace(observed, parameters=parameters)
-
-    verdict = judge(case, altered(observe(case, here), drifted))
-    assert verdict.law("updated-parameters").outcome == "fail"
-    assert {m.parameter for m in verdict.mismatches} == {frozen}
 
 
 def test_steps_that_vanish_are_counted(here: World) -> None:
@@ -345,12 +297,12 @@ class Known(Oracle):
 
 
 @pytest.mark.parametrize(
-    ("every_rank", "total", "outcome"), [(False, 1.0, "pass"), (False, 1.5, "fail"), (True, 1.5, "pass")]
+    ("foreign", "total", "outcome"), [(True, 1.0, "pass"), (True, 1.5, "fail"), (False, 1.5, "pass")]
 )
-def test_who_accumulates_may_report_a_total(every_rank: bool, total: float, outcome: str) -> None:
+def test_who_accumulates_may_report_a_total(foreign: bool, total: float, outcome: str) -> None:
     """Our own runtime has none then; a user's step may."""
     plan = ("accumulate", "train")
-    given = {"laws": LAWS, "unseen": (0,), "uncalled": (0,), "every_rank": every_rank, "results_decide": True}
+    given = {"laws": LAWS, "unseen": (0,), "uncalled": (0,), "foreign": foreign}
     required = Requirements(config="c", oracle=Known(), plan=plan, counts=(1, 1), **given)  # type: ignore[arg-type]
     rows = RankOperation(plan[0], (2.0,), (), loss=total), RankOperation(plan[1], (), ())
     ours = Judge(required, Observed(Schedule("", 1, (0,), ((),)), (rows,)))
@@ -360,8 +312,7 @@ def test_who_accumulates_may_report_a_total(every_rank: bool, total: float, outc
 
 
 def in_bf16() -> nn.Module:
-    model: nn.Module = blocks(2, seed=3).bfloat16()
-    return model
+    return blocks(2, seed=3).bfloat16()
 
 
 @pytest.mark.parametrize(("narrow", "outcome"), [("none", "pass"), ("0.", "fail"), ("", "pass")])

@@ -14,6 +14,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_record import record_step
 from tests.support.check_here import check_here
 from tests.support.golden import golden
+from tests.support.steps import blocks
 
 M = 4
 loss_fn = nn.functional.mse_loss
@@ -87,9 +88,7 @@ def test_one_far_off_beside_exact_losses() -> None:
 
 
 def narrow() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))).bfloat16()
+    return blocks(3, width=32).bfloat16()
 
 
 @pytest.mark.parametrize(("factor", "reverse", "outcome"), [(1.012, False, "unknown"), (1.0, True, "pass")])

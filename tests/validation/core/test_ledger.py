@@ -9,43 +9,50 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.core.ledger import HELD, Heading, Ledger
+from pipeproof.core.ledger import HELD, Ledger
 from pipeproof.core.limits import BF16, FP32, FP64
 from pipeproof.core.measured import Compared
 from pipeproof.core.observe.sketch import brief
 from pipeproof.core.tolerance import Floor
-from pipeproof.core.verdict import Mismatch
+from pipeproof.core.verdict import LawResult, Mismatch
 from tests.support.golden import golden
 
 FLOOR = Floor(1e-7, 1e-7, 0.1)
-
-
-def place(law: str = "gradient", scenario: str = "") -> Heading:
-    return Heading(law, frozenset({scenario} - {""}), Mismatch(law, 1, "", "", rank=2, parameter="w"))
-
-
-GRADIENT = place()
+ONES = torch.ones(4)
 Entry = Callable[[Ledger], None]
 
 
-def ledger() -> Ledger:
-    return Ledger(("gradient", "second-step"))
+def ledger(*entries: Entry) -> Ledger:
+    """Its second operation is a second step."""
+    book = Ledger(("gradient", "second-step"))
+    book.scenarios = ((), ("second-step",))
+    for enter in entries:
+        enter(book)
+    return book
 
 
 def outcomes(book: Ledger) -> list[str]:
     return [law.outcome for law in book.laws()]
 
 
-def tensors(observed: Tensor, expected: Tensor, at: Heading = GRADIENT, floor: Floor = FLOOR, **more: Any) -> Entry:
-    return lambda book: book.tensors(at, observed, expected, lambda: floor, **more)
+def place(law: str = "gradient", operation: int = 1) -> Mismatch:
+    return Mismatch(law, operation, rank=2, parameter="w")
+
+
+def tensors(observed: Tensor, expected: Tensor, at: Mismatch | None = None, floor: Floor = FLOOR, **more: Any) -> Entry:
+    return lambda book: book.tensors(at or place(), observed, expected, lambda: floor, **more)
 
 
 def numbers(observed: float, expected: float) -> Entry:
-    return lambda book: book.numbers(GRADIENT, observed, expected, lambda: FLOOR)
+    return lambda book: book.numbers(place(), observed, expected, lambda: FLOOR)
 
 
-def held(law: str = "gradient", scenario: str = "") -> Entry:
-    return lambda book: book.hold(place(law, scenario), True, "x", "x")
+def held(law: str = "gradient", *, operation: int = 1, holds: bool = True) -> Entry:
+    return lambda book: book.hold(place(law, operation), holds, "one", "another")
+
+
+def doubted(book: Ledger) -> None:
+    book.doubt("gradient", "why")
 
 
 HUNDRED, NOISE = torch.full((2,), 100.0), torch.tensor([1e-9, -2e-9])
@@ -58,19 +65,18 @@ NOISY = tensors(2 * NOISE, NOISE, floor=Floor(0.0, 1.0, 0.0, size=2e-9))
         ([], ["unknown", "unknown"], "nothing was compared"),
         ([lambda book: book.skip("second-step", "one step only")], ["unknown", "not applicable"], None),
         ([numbers(1.00005, 1.0), held("second-step")], ["unknown", "pass"], ""),  # neither rounding nor a fault
-        ([numbers(math.nan, 1.0), lambda book: book.doubt("gradient", "why")], ["fail", "unknown"], "why"),
-        ([lambda book: book.doubt("gradient", "why"), held()], ["unknown", "unknown"], "why"),
+        ([numbers(math.nan, 1.0), doubted], ["fail", "unknown"], "why"),
+        ([doubted, held()], ["unknown", "unknown"], "why"),
         ([held(), lambda book: book.remark("gradient", "by the way")], ["pass", "unknown"], "by the way"),
         ([NOISY], ["unknown", "unknown"], None),
         ([NOISY, tensors(NOISE, NOISE)], ["pass", "unknown"], None),
-        ([held("second-step", "second-step")], ["unknown", "pass"], None),
-        ([tensors(torch.ones(4) * -3, torch.ones(4), place(scenario="second-step"))], ["fail", "fail"], ""),
+        ([held("second-step", operation=2)], ["unknown", "pass"], None),
+        ([tensors(ONES * -3, ONES, place(operation=2))], ["fail", "fail"], ""),
+        ([tensors(ONES * -3, ONES)], ["fail", "unknown"], ""),
     ],
 )
 def test_each_law_has_the_worst_outcome(entries: list[Entry], wanted: list[str], note: str | None) -> None:
-    book = ledger()
-    for enter in entries:
-        enter(book)
+    book = ledger(*entries)
     assert outcomes(book) == wanted
     assert book.failed == (wanted[0] == "fail" or note in ("", "why")), "rounding alone and nothing are no failures"
     assert note is None or book.laws()[0].note == note
@@ -79,7 +85,7 @@ def test_each_law_has_the_worst_outcome(entries: list[Entry], wanted: list[str],
 @pytest.mark.parametrize(
     ("entry", "observed", "expected"),
     [
-        (tensors(torch.ones(4) * -3, torch.ones(4)), "norm 6, -3 times expected, cosine -1.000000", "norm 2"),
+        (tensors(ONES * -3, ONES), "norm 6, -3 times expected, cosine -1.000000", "norm 2"),
         (tensors(torch.ones(2), torch.ones(3)), "shape [2]", "shape [3]"),
         (
             tensors(HUNDRED + 0.02, HUNDRED + 0.01, base=HUNDRED),
@@ -91,34 +97,32 @@ def test_each_law_has_the_worst_outcome(entries: list[Entry], wanted: list[str],
     ],
 )
 def test_a_fault_is_described(entry: Entry, observed: str, expected: str) -> None:
-    book = ledger()
-    entry(book)
+    book = ledger(entry)
     (one,) = book.mismatches
     assert (outcomes(book)[0], one.rank, one.parameter) == ("fail", 2, "w")
     assert (one.observed_text, one.expected_text) == (observed, expected)
 
 
-def test_equal_bits_are_exact_and_never_ask_for_a_floor() -> None:
+def test_equal_bits_ask_for_no_floor_and_rounding_is_counted_and_kept_beside_them() -> None:
     book = ledger()
-    book.tensors(place(), torch.ones(3), torch.ones(3), floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     book.numbers(place(), 2.0, 2.0, floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    book.tensors(place(), ONES, ONES, floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     assert book.tier(FP32) == "bitwise"
-    assert (book.laws()[0].outcome, book.laws()[0].checked, book.laws()[0].exact) == ("pass", 2, 2)
-
-
-def test_rounding_passes_but_not_bit_for_bit() -> None:
-    book = ledger()
-    book.tensors(place(), torch.ones(3) * (1 + 2**-23), torch.ones(3), lambda: FLOOR)
-    (law, _) = book.laws()
-    assert (law.outcome, law.exact, law.floor, book.mismatches) == ("pass", 0, 1e-7, [])
-    assert 0 < law.worst < 2e-7
-    assert book.tier(FP32) == "fp32"
+    assert book.laws()[0] == LawResult("gradient", "pass", 2, 2)
+    assert [*book.compared.values()] == [Compared("gradient", 1, "pass", rank=2, parameter="w")]
+    tensors(ONES * (1 + 2**-23), ONES)(book)
+    (law, _), (one,) = book.laws(), book.compared.values()  # of several comparisons in one place the last
+    assert (law.outcome, law.checked, law.exact, law.floor, book.mismatches) == ("pass", 3, 2, 1e-7, [])
+    assert law.worst == one.error == pytest.approx(2**-23)
+    assert (one.outcome, one.floor, one.limit, book.tier(FP32)) == ("pass", 1e-7, FLOOR.limit, "fp32")
+    held(holds=False)(book)
+    assert [*book.compared.values()] == [one]
 
 
 def test_ledgers_of_several_ranks_are_one() -> None:
     one, other = Ledger(["loss", "gradient", "norm"]), Ledger(["loss", "gradient", "norm"])
-    one.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
-    other.tensors(place(), torch.ones(2), -torch.ones(2), lambda: FLOOR)
+    tensors(ONES, ONES)(one)
+    tensors(-ONES, ONES)(other)
     other.doubt("loss", "nobody looked")
     other.skip("norm", "there is none")
     one.join(other)
@@ -132,44 +136,32 @@ def test_ledgers_of_several_ranks_are_one() -> None:
     assert [each.outcome for each in one.compared.values()] == ["fail"]
 
 
-def test_what_was_compared_is_kept_with_its_numbers() -> None:
-    book = ledger()
-    book.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
-    assert [*book.compared.values()] == [Compared("gradient", 1, "pass", rank=2, parameter="w")]
-    book.tensors(place(), torch.ones(2) * (1 + 1e-6), torch.ones(2), lambda: FLOOR)
-    (one,) = book.compared.values()  # of several operations the last
-    assert (one.outcome, one.floor, one.limit) == ("pass", 1e-7, FLOOR.limit)
-    assert one.error == pytest.approx(1e-6, rel=0.1)
-    book.hold(place(), False, "", "")
-    assert len(book.compared) == 1
+START = torch.linspace(1, 2, 100).double()
+MOVED = torch.full((100,), 1e-6).double().index_fill(0, torch.tensor(5), 1.2e-6)
+
+
+def one_moved(far: float) -> Tensor:
+    return MOVED.index_fill(0, torch.tensor(5), far)
 
 
 @pytest.mark.parametrize(
-    ("change", "stored", "outcome"),
+    ("moved", "stored", "floor", "outcome"),
     [
-        (lambda moved: 2 * moved, 0.0, "fail"),
-        (lambda moved: moved.index_fill(0, torch.tensor(5), 1.0), 0.0, "unknown"),  # Adam may turn a single step around
-        (lambda moved: moved.index_fill(0, torch.tensor(5), 1e-6), 1e-6, "pass"),  # no more than storing it may do
-        (lambda moved: 1.01 * moved, 1e-6, "unknown"),  # as much, but of all elements
+        (2 * MOVED, 0.0, FLOOR, "fail"),
+        (one_moved(1.0), 0.0, FLOOR, "unknown"),  # Adam may turn a single step around
+        (one_moved(1e-6), 1e-6, FLOOR, "pass"),  # no more than storing it may do
+        (1.01 * MOVED, 1e-6, FLOOR, "unknown"),  # as much, but of all elements
+        (MOVED + 1e-15, 0.0, Floor(0.0, 0.0, 0.0, FP64), "pass"),  # what sums of weights lose
+        (MOVED + 1e-12, 0.0, Floor(0.0, 0.0, 0.0, FP64), "fail"),
     ],
 )
 def test_how_far_weights_moved_is_judged_as_most_of_them_did(
-    change: Callable[[Tensor], Tensor], stored: float, outcome: str
+    moved: Tensor, stored: float, floor: Floor, outcome: str
 ) -> None:
-    book, start, moved = ledger(), torch.linspace(1, 2, 100).double(), torch.full((100,), 1e-6).double()
-    moved[5] = 1.2e-6
-    observed, expected, base = brief(start + change(moved)), brief(start + moved), brief(start)
-    book.sketches(place(), observed, expected, lambda: FLOOR, base=(base, base), stored=stored)
+    book, base = ledger(), brief(START)
+    book.sketches(place(), brief(START + moved), brief(START + MOVED), lambda: floor, base=(base, base), stored=stored)
     assert outcomes(book)[0] == outcome
     assert [one.observed.began for one in book.mismatches] == [base.norm] * (outcome != "pass")  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("far", "outcome"), [(1e-15, "pass"), (1e-12, "fail")])
-def test_what_sums_of_weights_lose_is_no_difference_of_how_far_they_moved(far: float, outcome: str) -> None:
-    book, start = ledger(), torch.linspace(1, 2, 100).double()
-    observed, expected, base = brief(start + (1e-6 + far)), brief(start + 1e-6), brief(start)
-    book.sketches(place(), observed, expected, lambda: Floor(0.0, 0.0, 0.0, FP64), base=(base, base))
-    assert outcomes(book)[0] == outcome
 
 
 def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -> None:
@@ -184,12 +176,9 @@ def test_sketches_where_nobody_measured_rounding_are_neither_right_nor_wrong() -
 
 
 def test_what_is_set_aside_is_counted_and_decides_nothing() -> None:
-    book = ledger()
-    at = place(scenario="second-step")
-    book.hold(at, True, "", "")
-    book.hold(at, False, "one", "another")
+    book = ledger(held(operation=2), held(operation=2, holds=False))
     assert outcomes(book) == ["fail", "fail"]
-    book.set_aside(book.mismatches, [at.scenarios], "every result is right")
+    book.set_aside(book.mismatches, "every result is right")
     assert (outcomes(book), book.mismatches, book.tier(FLOOR.precision)) == (["pass", "pass"], [], "bitwise")
     assert [(law.checked, law.exact, law.wrong) for law in book.laws()] == [(2, 1, 0), (2, 1, 0)]
     golden(book.laws()[0].note)
@@ -209,20 +198,18 @@ def test_weights_that_stand_still_moved_alike_and_what_is_finite_on_no_side_tell
 
 def test_gradients_of_all_ranks_that_lead_one_way_are_unknown_although_each_passes() -> None:
     floor = Floor(0.004, 0.004, 0.1, BF16, led=0.006)
-    books = []
-    for rank, factor in enumerate([1.01, 1.01, 1.01, 1.01, 1.0]):
-        at = Heading("gradient", frozenset(), Mismatch("gradient", 1, rank=rank, parameter=f"w{rank}"))
-        books.append(ledger())
-        books[-1].tensors(at, torch.ones(9) * factor, torch.ones(9), lambda: floor)
-        assert outcomes(books[-1])[0] == "pass"
+    ranks = [replace(place(), rank=rank, parameter=f"w{rank}") for rank in range(5)]
+    factors = (1.01, 1.01, 1.01, 1.01, 1.0)
+    books = [ledger(tensors(ONES * by, ONES, at, floor)) for at, by in zip(ranks, factors, strict=True)]
+    assert {outcomes(book)[0] for book in books} == {"pass"}
     for book in books[1:4]:
         books[0].join(book)
     assert outcomes(books[0])[0] == "unknown"
     told = "none alone proves a fault, but all 4 beyond pure rounding are 1.01 to 1.01 times what is expected"
     assert books[0].laws()[0].note.startswith(told)
-    nothing = Heading("gradient", frozenset(), Mismatch("gradient", 1, parameter="nothing"))
-    books[0].tensors(nothing, torch.zeros(9), torch.zeros(9), lambda: floor)
-    books[0].tensors(nothing, torch.ones(9) * 7, torch.ones(9), lambda: replace(floor, size=30.0))
+    nothing = replace(place(), parameter="nothing")
+    tensors(0 * ONES, 0 * ONES, nothing, floor)(books[0])
+    tensors(7 * ONES, ONES, nothing, replace(floor, size=30.0))(books[0])
     assert outcomes(books[0])[0] == "unknown", "zeros and rounding alone clear none of them"
     books[0].join(books[4])
     assert outcomes(books[0])[0] == "pass"
@@ -240,21 +227,21 @@ def test_gradients_of_all_ranks_that_lead_one_way_are_unknown_although_each_pass
     ],
 )
 def test_after_what_was_bit_for_bit_no_narrow_type_excuses(law: str, floor: Floor, apart: float, outcome: str) -> None:
-    book, expected = ledger(), torch.ones(4)
-    book.tensors(place(law), expected, expected, lambda: floor)
+    book = ledger(tensors(ONES, ONES, place(law)))
     book.held = book.exact
     assert book.held == ({"gradient"} if law == "gradient" else set())
-    book.tensors(place(law), expected * (1 + apart), expected, lambda: floor)
+    tensors(ONES * (1 + apart), ONES, place(law), floor)(book)
     assert dict(zip(("gradient", "second-step"), outcomes(book), strict=True))[law] == outcome
     assert (HELD.format(floor.precision.name) in book.laws()[0].note) == (outcome == "unknown")
     assert book.exact == frozenset()
 
 
-@pytest.mark.parametrize("law", ["loss", "grad-norm"])
-def test_a_sum_may_come_right_by_chance(law: str) -> None:
-    book, floor = Ledger((law,)), Floor(0.0, 1e-3, 0.5, BF16)
+@pytest.mark.parametrize(
+    ("law", "microbatch", "outcome"),
+    [("loss", None, "pass"), ("grad-norm", None, "pass"), ("loss", 0, "unknown"), ("grad-norm", 0, "unknown")],
+)
+def test_a_sum_may_come_right_by_chance(law: str, microbatch: int | None, outcome: str) -> None:
+    book = Ledger((law,))
     book.held = frozenset({law})
-    book.numbers(Heading(law, frozenset(), Mismatch(law, 1)), 1.0001, 1.0, lambda: floor)
-    assert outcomes(book) == ["pass"]
-    book.numbers(Heading(law, frozenset(), Mismatch(law, 1, microbatch=0)), 1.0001, 1.0, lambda: floor)
-    assert outcomes(book) == ["unknown"]
+    book.numbers(Mismatch(law, 1, microbatch=microbatch), 1.0001, 1.0, lambda: Floor(0.0, 1e-3, 0.5, BF16))
+    assert outcomes(book) == [outcome]

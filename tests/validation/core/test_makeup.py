@@ -24,16 +24,10 @@ def parts(length: int, count: int = COUNT, *, alike: float = 0.0) -> list[Tensor
     return [(torch.randn(length, generator=draw) + alike * common).bfloat16() for _ in range(count)]
 
 
-def whole(given: Sequence[Tensor]) -> Tensor:
-    total = add_parts(given)
-    assert total is not None
-    return total
-
-
 def is_alike(observed: Tensor | None, given: Sequence[Tensor]) -> bool:
     """Whether ``observed``, or the expected sum itself, is made of what microbatches gave."""
-    expected = whole(given)
-    others = [whole(given[::-1]), torch.stack([one.double() for one in given]).sum(dim=0)]
+    expected = add_parts(given)
+    others = [add_parts(given[::-1]), torch.stack([one.double() for one in given]).sum(dim=0)]
     return compare_shares(expected, others, given, factor=BF16.factor)(
         expected if observed is None else observed, expected
     )
@@ -54,8 +48,8 @@ def test_a_lost_or_doubled_microbatch_shows(
     other: Callable[[list[Tensor]], list[Tensor]], same: bool, alike: float
 ) -> None:
     given = parts(4096, alike=alike)
-    observed = whole(other(given))
-    assert not torch.equal(observed, whole(given))
+    observed = add_parts(other(given))
+    assert not torch.equal(observed, add_parts(given))
     assert is_alike(observed, given) == same
 
 
@@ -63,7 +57,7 @@ def test_microbatches_that_look_alike_prove_nothing() -> None:
     assert not is_alike(None, parts(COUNT // 2)), "fewer numbers than microbatches"
     twins = [*parts(4096, 2), parts(4096, 1)[0]]
     assert not is_alike(None, twins)
-    assert not compare_shares(whole(twins), [], twins, factor=4.0)(whole(twins), whole(twins))
+    assert not compare_shares(add_parts(twins), [], twins, factor=4.0)(add_parts(twins), add_parts(twins))
 
 
 def test_how_much_of_a_part_is_in_a_difference() -> None:

@@ -31,7 +31,6 @@ def observed(
 
 def test_actions_stand_as_they_ran_with_what_was_seen_of_them() -> None:
     found = trace_of(observed(crossing(Action(0, F, 0)), crossing(Action(0, B, 0), False, judged=False)), 0)
-    assert found is not None
     assert [done.action for done in found.ranks[0]] == ["0F0", "0F?", "0B0"]
     assert [[one.agrees for one in done.sights] for done in found.ranks[0]] == [[True], [], [None]]
     assert found.ranks[1] == ()
@@ -40,7 +39,6 @@ def test_actions_stand_as_they_ran_with_what_was_seen_of_them() -> None:
 
 def test_an_action_stands_on_the_rank_that_did_it_where_several_hold_its_stage() -> None:
     found = trace_of(observed(crossing(Action(0, B, 0), rank=1)), 0)
-    assert found is not None
     assert [[done.action for done in row] for row in found.ranks] == [["0F0", "0F?"], ["0B0"]]
 
 

@@ -112,10 +112,8 @@ def mixed(model: nn.Module) -> None:
     model.get_parameter("4.weight").register_hook(lambda one: one + one.roll(1, 0) / 4)
 
 
-def pairs() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1372)
-    one, two, three, four = (torch.randn(2, 32, generator=draw).bfloat16() for _ in range(4))
-    return [(one, two), (three, four)]
+def pairs() -> steps.Pairs:
+    return [(x.bfloat16(), y.bfloat16()) for x, y in steps.pairs(2, rows=2, width=32, seed=1372)]
 
 
 @pytest.mark.parametrize(
@@ -137,11 +135,8 @@ def step(
     model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]], change: Callable[[nn.Module], None]
 ) -> StepResult:
     change(model)
-    stage, losses = watch(model), []
-    for x, y in microbatches:
-        losses.append(loss_fn(stage(x), y))
-        (losses[-1] / len(microbatches)).backward()
-    return StepResult([stage], [loss.item() for loss in losses])
+    stage = watch(model)
+    return StepResult([stage], steps.backward(stage, microbatches, by=loss_fn))
 
 
 step_in_halves, mixed_step = partial(step, change=in_halves), partial(step, change=mixed)
@@ -172,9 +167,7 @@ def checked(*, expected: int | None, observed: int | None, hurt: Hurt = lambda _
 
 
 def one_is_scaled(model: nn.Module) -> None:
-    first = next(model.parameters())
-    assert first.grad is not None
-    first.grad *= 1.1
+    next(model.parameters()).grad *= 1.1
 
 
 def test_all_that_is_a_little_off_is_unknown_with_its_cure() -> None:
@@ -202,9 +195,7 @@ def otherwise(model: nn.Module, microbatches: list[Any], share: int = len(DATA))
     """On a rank that goes on with other products than it began with."""
     Rounded(TF32).__enter__()  # type: ignore[no-untyped-call]  # in torch
     stage = watch(model)
-    losses = [loss_fn(stage(x), y) for x, y in microbatches]
-    (torch.stack(losses[:share]).sum() / len(losses)).backward()
-    return StepResult([stage], [loss.item() for loss in losses])
+    return StepResult([stage], steps.backward(stage, microbatches, by=loss_fn, skipped=range(share, len(DATA))))
 
 
 @pytest.mark.pipeproof_fresh_ranks

@@ -1,6 +1,5 @@
 """What proves that a step had a step before's weights: all of it, bit for bit."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,48 +11,41 @@ from pipeproof.core.verdict import Mismatch, Verdict
 
 ONE, DUE = torch.tensor([2.0]), torch.tensor([1.0])
 NEAR = torch.tensor([2.0 + 2**-22])
+TWICE = Given((3.0,), 4.0, {"a": ONE, "b": ONE})
 
 
-def step(given: Given | None, **more: Any) -> Any:
-    """A step of stages 0 and 1 whose gradients and losses are twice what they should be."""
+def found(given: Given | None, *, observed: float = 3.0, **more: Any) -> OldWeights | None:
+    """Of a step of stages 0 and 1 whose gradients and losses are twice what they should be."""
     losses = (
-        Compared("loss", 3, "fail", microbatch=0, observed=3.0, expected=1.0),
+        Compared("loss", 3, "fail", microbatch=0, observed=observed, expected=1.0),
         Compared("loss", 3, "fail", observed=4.0, expected=1.0),
+        Compared("loss", 2, "pass", observed=1.0, expected=1.0),
     )
     verdict = Verdict("c", "fail", "none", (), (Mismatch("loss", 3),), measured=Measured(losses))
-    observed = {
-        "verdict": verdict,
-        "placement": (0, 1),
-        "operation": "train",
-        "gradients": {(0, "a"): ONE, (1, "b"): ONE},
-        "expected": SimpleNamespace(gradients={(0, "a"): DUE, (1, "b"): DUE}),
-        "right": SimpleNamespace(weights={"a": DUE, "b": DUE}),
-        "earlier_weights": [{"a": DUE, "b": DUE}, {"a": DUE, "b": ONE}],
-        "with_weights": lambda weights: given if {*weights} == {"b"} else None,
+    given_of = {
+        "expected": {"a": DUE, "b": DUE},
+        "known": {"a": DUE, "b": DUE},
+        "earlier": [{"a": DUE, "b": DUE}, {"a": DUE, "b": ONE}],
+        "play": lambda weights: given if {*weights} == {"b"} else None,
     }
-    return SimpleNamespace(**observed | more)
+    return find_old_weights(verdict, {(0, "a"): ONE, (1, "b"): ONE}, placement=(0, 1), **given_of | more)
 
 
 @pytest.mark.parametrize(
-    ("given", "exact"),
+    ("given", "more", "exact"),
     [
-        (Given((3.0,), 4.0, {"a": ONE, "b": ONE}), True),
-        (Given((3.0,), 4.0, {"a": ONE, "b": NEAR}), False),
-        (Given((3.0,), 4.0 + 2**-40, {"a": ONE, "b": ONE}), False),
-        (Given((3.0,), 4.0, {"a": ONE, "b": DUE}), None),
-        (Given((3.0,), 4.0, {"a": ONE}), None),
-        (Given((3.0,), 5.0, {"a": ONE, "b": ONE}), None),
-        (None, None),
+        (TWICE, {}, True),
+        (Given((3.0,), 4.0, {"a": ONE, "b": NEAR}), {}, False),
+        (Given((3.0,), 4.0 + 2**-40, {"a": ONE, "b": ONE}), {}, False),
+        (Given((3.0,), 4.0, {"a": ONE, "b": DUE}), {}, None),
+        (Given((3.0,), 4.0, {"a": ONE}), {}, None),
+        (Given((3.0,), 5.0, {"a": ONE, "b": ONE}), {}, None),
+        (None, {}, None),
+        (Given((1.0,), 4.0, TWICE.gradients), {"observed": 1.0}, None),  # a loss that agrees clears all weights
+        (Given((3.0,), 4.0, {"a": DUE, "b": DUE}), {"expected": {}}, True),  # gradients of no expected sum
+        (TWICE, {"earlier": [{"a": DUE, "b": DUE}] * 2}, None),
+        (TWICE, {"expected": {"a": ONE, "b": DUE}}, True),  # one gradient may agree
     ],
 )
-def test_every_gradient_and_every_loss_counts(given: Given | None, exact: bool | None) -> None:
-    wanted = None if exact is None else OldWeights((0, 1), 1, exact)
-    assert find_old_weights(step(given)) == wanted
-
-
-def test_a_loss_that_agrees_clears_all_weights() -> None:
-    given = Given((3.0,), 4.0, {"a": ONE, "b": ONE})
-    right = Measured((Compared("loss", 3, "pass", microbatch=0, observed=3.0, expected=3.0),))
-    verdict = Verdict("c", "fail", "none", (), (Mismatch("loss", 3),), measured=right)
-    assert find_old_weights(step(given, verdict=verdict)) is None
-    assert find_old_weights(step(given, right=None)) is None
+def test_every_gradient_and_every_loss_counts(given: Given | None, more: dict[str, Any], exact: bool | None) -> None:
+    assert found(given, **more) == (None if exact is None else OldWeights((0, 1), 1, exact))

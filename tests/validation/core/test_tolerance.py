@@ -14,7 +14,7 @@ from pipeproof.core.limits import BF16, FP32, PRECISIONS
 from pipeproof.core.tolerance import Floor, error, floor_of, rounding_of, same_bits, scalar_error, update_floor
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import WIDTH, backward, blocks, loss_fn, pairs
 
 ONES = [1.0, 1.0]
 
@@ -83,6 +83,8 @@ def test_a_narrower_type_rounds_as_that() -> None:
     through = floor.through(torch.bfloat16)
     assert (through.precision, through.rounding) == (BF16, BF16.unit)
     assert replace(floor, rounding=0.5).through(torch.bfloat16).rounding == 0.5
+    summed = replace(floor, precision=BF16, sums=floor)  # wide sums of narrow summands
+    assert (summed.through(torch.bfloat16).sums, summed.through(torch.float32)) == (None, summed)
 
 
 def test_every_precision_excuses_a_few_of_its_own_roundings_and_no_lost_microbatch() -> None:
@@ -191,12 +193,8 @@ def test_a_step_that_follows_rounding_passes_where_it_is_as_long_and_no_decay() 
     assert still.compare(weights - 1e-3 * signs, weights, base=weights)[1] == "unknown", "Adam makes that of rounding"
 
 
-WIDTH = 8
-
-
 def judged(whitebox: WhiteBox, step: Callable[..., Any], **more: Any) -> Verdict:
-    wanted = {"microbatches": pairs(seed=0), "ranks": 1, "loss_fn": loss_fn} | more
-    return whitebox.validate(step, **wanted)
+    return whitebox.validate(step, **{"microbatches": pairs(), "ranks": 1, "loss_fn": loss_fn} | more)
 
 
 def before_a_norm() -> nn.Module:
@@ -207,11 +205,8 @@ def before_a_norm() -> nn.Module:
 
 def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0) -> Any:
     """Right, with rows in another order, which no mean notices; something is ``added`` to that bias's gradient."""
-    losses = [loss_fn(model(x.flip(0)), target.flip(0)) for x, target in microbatches]
-    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-    bias = model.get_parameter("0.bias")
-    assert bias.grad is not None
-    bias.grad += added
+    losses = backward(model, [(x.flip(0), target.flip(0)) for x, target in microbatches])
+    model.get_parameter("0.bias").grad += added
     return model, losses
 
 
@@ -241,13 +236,8 @@ def total(output: Tensor, target: Tensor) -> Tensor:
 
 def one_by_one(model: nn.Module, microbatches: list[Any], *, added: float = 0.0, kept: bool = False) -> Any:
     """Right, with inputs a hair off; ``kept``: with the very inputs."""
-    losses = []
-    for x, target in microbatches:
-        loss = total(model(x if kept else x * (1 + 2**-22)), target)
-        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
+    losses = backward(model, [(x if kept else x * (1 + 2**-22), target) for x, target in microbatches], by=total)
     weight = model.get_parameter("0.weight")
-    assert weight.grad is not None
     assert not kept or not weight.grad.any(), "else it is another test"
     weight.grad += added
     return model, losses
@@ -266,10 +256,7 @@ def test_a_gradient_that_is_zero_by_rounding_has_a_floor(whitebox_here: WhiteBox
 
 def backwards_first(model: nn.Module, microbatches: list[Any]) -> Any:
     """Right, with the last microbatch first."""
-    losses = [loss_fn(model(x), target) for x, target in microbatches]
-    for loss in reversed(losses):
-        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
-    return model, losses
+    return model, backward(model, microbatches[::-1])[::-1]
 
 
 def test_half_precision_rounds_as_it_does_and_no_finer(whitebox_here: WhiteBox) -> None:
@@ -290,7 +277,6 @@ def of_sums(nearest: float = 0.0) -> Floor:
 
 def test_what_agrees_as_sums_in_a_wider_type_do_passes_where_bf16_could_hide_a_lost_microbatch() -> None:
     floor = of_sums()
-    assert floor.sums is not None
     assert floor.outcome(1e-6) == "unknown"
     assert floor.compare(WIDE * (1 + 1e-6), WIDE)[1:] == ("pass", floor.sums)
     assert floor.number(1e-6) == ("pass", floor.sums)

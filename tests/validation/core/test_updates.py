@@ -18,7 +18,7 @@ from pipeproof.reference.step import Site
 from pipeproof.whitebox import WhiteBox
 from tests.support.check_here import check_here
 from tests.support.in_halves import InHalves, build
-from tests.support.steps import Pairs, pairs
+from tests.support.steps import Pairs, backward, pairs
 
 FLOOR = Floor(0.0, 0.01, 1.0, BF16)  # so that a gradient's element may be off by 0.04 of the largest
 DATA = pairs(4, width=32, seed=0)
@@ -86,14 +86,12 @@ def checked(
 def step(model: nn.Module, microbatches: list[tuple[Tensor, Tensor]], rate: float = 0.01) -> StepResult:
     """In fp32. It clips, so that every element of a gradient counts for all."""
     own = in_halves(model)
-    stage, losses, optimizer = watch(own), [], adam(own, rate)
-    for x, y in microbatches:
-        losses.append(nn.functional.mse_loss(stage(x), y))
-        (losses[-1] / len(microbatches)).backward()
+    stage, optimizer = watch(own), adam(own, rate)
+    losses = backward(stage, microbatches, by=nn.functional.mse_loss)
     gradients = {one: None if one.grad is None else one.grad.clone() for one in own.parameters()}
     norm = nn.utils.clip_grad_norm_(own.parameters(), 0.01).item()
     optimizer.step()
-    return StepResult([stage], [loss.item() for loss in losses], norm, gradients=gradients, max_norm=0.01)
+    return StepResult([stage], losses, norm, gradients=gradients, max_norm=0.01)
 
 
 def watched(whitebox: WhiteBox, rate: float) -> Verdict:

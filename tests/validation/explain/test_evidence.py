@@ -17,27 +17,23 @@ from tests.support.sweeps import each_once
 
 SEVERAL_STREAMS = ("carry", "fresh", "prompt")
 MORE = [model for model in MODELS if model not in SEVERAL_STREAMS]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(*each_once(model=MORE, shape=[("1f1b", 1), ("zb-v", 2)]))
-def test_what_is_recorded_of_one_stream_is_what_it_should_be(world: World, model: str, shape: tuple[str, int]) -> None:
-    assert_recorded(world, model, *shape)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    *each_once(model=SEVERAL_STREAMS, shape=[("1f1b", 1), ("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
-)
-def test_what_is_recorded_of_several_is_too(world: World, model: str, shape: tuple[str, int]) -> None:
-    assert_recorded(world, model, *shape)
-
-
+SHAPES = [("1f1b", 1), ("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)]
 BESIDE = ["microbatch-dropped", "backward-of-another", "gradients-crossed", "stage-negated", "input-poisoned"]
 
 
-def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> None:
-    """The recording of a right run is what the reference says of every message, call and sum."""
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        *each_once(model=MORE, shape=SHAPES[:2])[1],
+        *(pytest.param(model, shape, marks=pytest.mark.sweep) for model in SEVERAL_STREAMS for shape in SHAPES),
+    ],
+)
+def test_the_recording_of_a_right_run_is_what_the_reference_says(
+    world: World, model: str, shape: tuple[str, int]
+) -> None:
+    """Of every message, call and sum."""
+    schedule, virtual = shape
     case = Case(schedule, 2, virtual, 2, (1,) * (2 * virtual), model=model)
     observed = observe(case, world, record=True)
     verdict = judge(case, observed)
@@ -45,8 +41,7 @@ def assert_recorded(world: World, model: str, schedule: str, virtual: int) -> No
     for operation, name in enumerate(case.plan):
         asked = replace(verdict, mismatches=(Mismatch("gradient", operation + 1, "", ""),))
         with one_thread():
-            evidence = of_run(setup_of(case), observed, asked)
-            assert evidence.divergences == [], name
+            assert of_run(setup_of(case), observed, asked).divergences == [], name
 
 
 @pytest.mark.sweep

@@ -1,13 +1,14 @@
 """Diagnosis of real runs: what was planted is named, what nobody knows is not, and what is right has no cause."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from pipeproof.core.cause import Cause
-from pipeproof.core.observe.observed import Observed
+from pipeproof.core.observe.observed import Observed, RankOperation
 from pipeproof.core.observe.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
 from pipeproof.core.verdict import Verdict
 from pipeproof.explain.evidence import Evidence, of_run
@@ -33,59 +34,70 @@ def runs(world: World) -> tuple[Observed, Observed]:
     return observe(CASE, world), observe(CASE, world, record=True)
 
 
-def changed(observed: Observed, site: Site, gradient: torch.Tensor) -> Observed:
+def each(observed: Observed, change: Callable[[int, RankOperation], RankOperation]) -> Observed:
+    """``observed`` with something else in each rank's only operation."""
+    return replace(observed, ranks=tuple((change(rank, one),) for rank, (one,) in enumerate(observed.ranks)))
+
+
+def changed(observed: Observed, site: Site, by: Callable[[Tensor], Tensor]) -> Observed:
     """``observed`` with one final gradient in place of what it was; the update stays, so that it is the gradient's."""
-    ranks = [list(rank) for rank in observed.ranks]
-    for rank in ranks:
-        held = dict(rank[0].gradients or {})
-        if site in held:
-            rank[0] = replace(rank[0], gradients=held | {site: gradient})
-    return replace(observed, ranks=tuple(map(tuple, ranks)))
+
+    def change(rank: int, one: RankOperation) -> RankOperation:
+        held = dict(one.gradients or {})
+        right = held.get(site)
+        return one if right is None else replace(one, gradients=held | {site: by(right)})
+
+    return each(observed, change)
+
+
+def recorded_with(observed: Observed, change: Callable[[Recording], Recording]) -> Observed:
+    """``observed`` with something else in its recording."""
+    return each(observed, lambda rank, one: replace(one, recording=one.recording and change(one.recording)))
 
 
 def named(observed: Observed) -> Verdict:
     return diagnose(CASE, observed, judge(CASE, observed))
 
 
+def evidence(observed: Observed, case: Case = CASE) -> Evidence:
+    """What a diagnosis of ``observed`` rests on, with a gradient made wrong so that there is something to explain."""
+    wrong = changed(observed, next(iter(observed.gradients(0))), lambda one: one * 3)
+    return of_run(setup_of(case), wrong, judge(case, wrong))
+
+
+def drawn_like(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+
+
 SITE = (1, "blocks.1.linear.weight")
 
 
 @pytest.mark.sweep
-def test_a_sound_run_has_no_cause(runs: tuple[Observed, Observed]) -> None:
+def test_recording_changes_no_bit_and_a_right_run_has_no_cause(runs: tuple[Observed, Observed], world: World) -> None:
+    plain, recorded = runs
+    right = {site: one.tolist() for site, one in plain.gradients(0).items() if one is not None}
+    assert {site: one.tolist() for site, one in recorded.gradients(0).items() if one is not None} == right
+    assert (recorded.recording(0) is None, plain.recording(0) is None) == (False, True)
     for observed in runs:
         verdict = named(observed)
         assert (verdict.outcome, verdict.causes, verdict.undecided) == ("pass", (), ())
-
-
-@pytest.mark.sweep
-def test_recording_changes_no_bit(runs: tuple[Observed, Observed]) -> None:
-    plain, recorded = runs
-    for site, gradient in plain.gradients(0).items():
-        other = recorded.gradients(0)[site]
-        assert gradient is not None
-        assert other is not None
-        assert torch.equal(gradient, other)
-    assert recorded.recording(0) is not None
-    assert plain.recording(0) is None
+    for dtype in ("fp32", "bf16"):
+        case = replace(CASE, dtype=dtype)
+        wrong = evidence(observe(case, world, record=True), case)
+        assert weights(wrong) == boundaries(wrong) == norm(wrong) == []
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gradient_is_named_with_and_without_a_recording(runs: tuple[Observed, Observed], which: int) -> None:
-    right = runs[which].gradients(0)[SITE]
-    assert right is not None
-    for gradient, kind, factor in ((right * 3, "scale", 3.0), (-right, "sign", -1.0), (right * 0, "zero", None)):
-        verdict = named(changed(runs[which], SITE, gradient))
-        assert (verdict.causes[0].kind, verdict.causes[0].stage, verdict.causes[0].parameter) == (kind, *SITE)
-        assert verdict.causes[0].factor == (None if factor is None else pytest.approx(factor, rel=1e-3))
+    for by, kind in ((3.0, "scale"), (-1.0, "sign"), (0.0, "zero")):
+        (cause,) = named(changed(runs[which], SITE, lambda one, by=by: one * by)).causes  # type: ignore[misc]
+        assert (cause.kind, cause.stage, cause.parameter) == (kind, *SITE)
+        assert cause.factor == (pytest.approx(by, rel=1e-3) if by else None)
 
 
 def test_noise_is_nobodys_and_stays_unknown_without_a_recording(runs: tuple[Observed, Observed]) -> None:
-    right = runs[0].gradients(0)[SITE]
-    assert right is not None
-    noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0)) * right.norm()
-    verdict = named(changed(runs[0].final(), SITE, noise))
-    assert verdict.outcome == "fail"
-    assert verdict.causes == ()
+    verdict = named(changed(runs[0].final(), SITE, lambda one: drawn_like(one) * one.norm()))
+    assert (verdict.outcome, verdict.causes) == ("fail", ())
     assert "no multiple" in verdict.undecided[0]
 
 
@@ -114,34 +126,10 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
 
 def test_what_does_not_happen_again_is_said(world: World) -> None:
     """A second, recorded run that is right: whatever was wrong in the first is not seeded."""
-    plain = observe(CASE, world)
-    right = plain.gradients(0)[SITE]
-    assert right is not None
-    wrong = changed(plain, SITE, right * 3)
+    wrong = changed(observe(CASE, world), SITE, lambda one: one * 3)
     verdict = explain_case(CASE, world, wrong, judge(CASE, wrong))
     assert verdict.causes[0].kind == "scale"
     golden("\n".join(verdict.undecided), numbers=False)
-
-
-def evidence(observed: Observed, case: Case = CASE) -> Evidence:
-    """What a diagnosis of ``observed`` rests on, with a gradient made wrong so that there is something to explain."""
-    right = observed.gradients(0)[next(iter(observed.gradients(0)))]
-    assert right is not None
-    wrong = changed(observed, next(iter(observed.gradients(0))), right * 3)
-    return of_run(setup_of(case), wrong, judge(case, wrong))
-
-
-def recorded_with(observed: Observed, change: Callable[[Recording], Recording]) -> Observed:
-    """``observed`` with something else in its recording."""
-    ranks = [list(rank) for rank in observed.ranks]
-    for rank in ranks:
-        assert rank[0].recording is not None
-        rank[0] = replace(rank[0], recording=change(rank[0].recording))
-    return replace(observed, ranks=tuple(map(tuple, ranks)))
-
-
-def drawn_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +145,7 @@ def drawn_like(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_weights_became_before_the_step_is_told(
-    runs: tuple[Observed, Observed], change: Callable[[torch.Tensor], torch.Tensor], kind: str, words: str
+    runs: tuple[Observed, Observed], change: Callable[[Tensor], Tensor], kind: str, words: str
 ) -> None:
     def begun(one: Recording) -> Recording:
         matrices = {site: change(value) for site, value in one.parameters.items() if site[0] == 1 and value.dim() > 1}
@@ -168,54 +156,28 @@ def test_what_weights_became_before_the_step_is_told(
     assert words in cause.detail
 
 
-@pytest.mark.sweep
-def test_weights_that_stay_are_no_cause(runs: tuple[Observed, Observed]) -> None:
-    assert weights(evidence(runs[1])) == []
-
-
-NORMS: dict[str, Callable[[list[torch.Tensor]], float]] = {
-    "the 1-norm": lambda each: sum(float(one.abs().sum()) for one in each),
-    "the sum of the parameters' norms": lambda each: sum(float(one.norm()) for one in each),
-    "its square": lambda each: sum(float(one.norm()) ** 2 for one in each),
-    "that with every square 2 times": lambda each: (2 * sum(float(one.norm()) ** 2 for one in each)) ** 0.5,
+NORMS: dict[str, Callable[[list[float], list[float], float], list[float]]] = {  # of stages, parameters and elements
+    "the 1-norm": lambda stages, each, sum_: [sum_] * 2,
+    "the sum of the parameters' norms": lambda stages, each, sum_: [sum(each)] * 2,
+    "its square": lambda stages, each, sum_: [sum(one**2 for one in each)] * 2,
+    "that with every square 2 times": lambda stages, each, sum_: [math.hypot(*each, *each)] * 2,
+    "the sum of stages": lambda stages, each, sum_: [sum(stages)] * 2,
+    "the largest of stages": lambda stages, each, sum_: [max(stages)] * 2,
+    "each rank's own": lambda stages, each, sum_: stages,
+    "one stage twice": lambda stages, each, sum_: [math.hypot(stages[0], *stages)] * 2,
 }
 
 
-def told_norms(observed: Observed, values: Sequence[float]) -> Cause:
-    """The cause where the ranks report these norms."""
-    ranks = [(replace(rank[0], norm=value),) for rank, value in zip(observed.ranks, values, strict=True)]
-    wrong = replace(observed, ranks=tuple(ranks))
+@pytest.mark.parametrize("title", NORMS)
+def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observed], title: str) -> None:
+    """That of several ranks is no single rank's."""
+    held = {site: one.double() for site, one in runs[1].gradients(0).items() if one is not None}
+    stages = [math.hypot(*(float(one.norm()) for site, one in held.items() if site[0] == stage)) for stage in range(2)]
+    sizes = [float(one.norm()) for one in held.values()]
+    values = NORMS[title](stages, sizes, sum(float(one.abs().sum()) for one in held.values()))
+    wrong = each(runs[1], lambda rank, one: replace(one, norm=values[rank]))
     (cause,) = norm(of_run(setup_of(CASE), wrong, judge(CASE, wrong)))
-    return cause
-
-
-@pytest.mark.parametrize("words", NORMS)
-def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observed], words: str) -> None:
-    held = [one.double() for one in runs[1].gradients(0).values() if one is not None]
-    cause = told_norms(runs[1], [NORMS[words](held)] * 2)
-    assert cause.stage is None
-    assert cause.detail.endswith(f": {words}")
-
-
-@pytest.mark.sweep
-def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> None:
-    own = [
-        sum(
-            float(one.double().norm()) ** 2
-            for site, one in runs[1].gradients(0).items()
-            if site[0] == stage and one is not None
-        )
-        ** 0.5
-        for stage in range(2)
-    ]
-    cause = told_norms(runs[1], [sum(own)] * 2)
-    assert (cause.rank, cause.stage) == (None, None)
-    golden(cause.detail, numbers=False)
-    golden(told_norms(runs[1], [max(own)] * 2).detail, numbers=False)
-    golden(told_norms(runs[1], own).detail, numbers=False)
-    twice = told_norms(runs[1], [(2 * own[0] ** 2 + own[1] ** 2) ** 0.5] * 2)
-    assert twice.stage == 0
-    golden(twice.detail, numbers=False)
+    golden(f"{cause.kind} {cause}", numbers=False)
 
 
 def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) -> None:
@@ -284,15 +246,6 @@ def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(worl
     assert verdict.outcome == "fail"
     assert {cause.kind for cause in verdict.causes} <= {specimen.fault.kind, *specimen.fault.alike}
     assert verdict.causes
-
-
-@pytest.mark.sweep
-def test_a_right_run_in_bf16_names_nothing(world: World) -> None:
-    case = replace(CASE, dtype="bf16")
-    recorded = observe(case, world, record=True)
-    assert judge(case, recorded).outcome == "pass"
-    wrong = evidence(recorded, case)
-    assert weights(wrong) == boundaries(wrong) == norm(wrong) == []
 
 
 @pytest.mark.sweep

@@ -1,214 +1,171 @@
 """What a tensor is in place of the expected one: said where its content tells it, and left open where it does not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.core.observe.likeness import Label, Likeness
+from pipeproof.core.observe.likeness import GRADIENT, Label
 from pipeproof.core.observe.recording import GIVEN, Point
 from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.tolerance import error
 from pipeproof.explain.known import Alike
-from pipeproof.explain.likeness import find_rounding, is_reordered, likeness
+from pipeproof.explain.likeness import find_rounding, is_reordered, likeness, plainly
 from pipeproof.explain.sketches import is_rounded_sketch
 from tests.support.golden import golden
 
-AT = Label(Point(1, 0, GIVEN))
 
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 EXPECTED = drawn(0, 8, 16)
 
 
-def what(observed: Tensor) -> Likeness:
-    found = likeness(observed, EXPECTED, AT)
-    assert found is not None
-    return found
-
-
-def test_rows_and_elements_in_another_order() -> None:
-    golden(what(EXPECTED.flip(0)).text)
-    golden(what(EXPECTED.flip(1)).text)
-    assert what(EXPECTED.flip(0) + 1e-3).kind != "reordered"
-
-
 @pytest.mark.parametrize(
-    "observed",
+    ("observed", "kind"),
     [
-        drawn(2, 8, 16),
-        EXPECTED + drawn(2, 8, 16),  # no more of it is its own than is not
-        EXPECTED + 0.1,
-        EXPECTED + 0.1 * EXPECTED.abs(),
-        EXPECTED * torch.linspace(0.8, 0.95, 16),
-        EXPECTED + 0.1 * torch.linspace(-1, 1, 128).view(8, 16),
+        (EXPECTED.flip(0), "reordered"),
+        (EXPECTED.flip(1), "reordered"),
+        (EXPECTED.flip(0) + 1e-3, "different"),
+        (drawn(2, 8, 16), "different"),
+        (EXPECTED + drawn(2, 8, 16), "different"),  # no more of it is its own than is not
+        (EXPECTED + 0.1, "sum"),
+        (EXPECTED + 0.1 * EXPECTED.abs(), "different"),
+        (EXPECTED * torch.linspace(0.8, 0.95, 16), "different"),
+        (EXPECTED + 0.1 * torch.linspace(-1, 1, 128).view(8, 16), "different"),
     ],
-    ids=["another", "too much", "a constant", "its size", "scaled by column", "a slope"],
+    ids=["rows", "elements", "rows and more", "another", "too much", "a constant", "its size", "by column", "a slope"],
 )
-def test_what_is_no_noise_is_not_called_so(observed: Tensor) -> None:
-    assert what(observed).kind in ("different", "sum")
+def test_what_a_tensor_is(observed: Tensor, kind: str) -> None:
+    found = likeness(observed, EXPECTED, Label(Point(1, 0, GIVEN)))
+    assert found is not None
+    assert found.kind == kind
+    golden(found.text, numbers=False)
 
 
 LIMIT = 1e-5
+KNOWN = [drawn(number, 40, 50) for number in range(6)]
 
 
-def alike(tensors: Sequence[Tensor]) -> Alike:
-    found = Alike()
-    found.owned += [([Label(Point(0, number, GIVEN))], tensor) for number, tensor in enumerate(tensors)]
-    return found
-
-
-def near(observed: Tensor, known: Sequence[Tensor], limit: float) -> list[int]:
+def near(observed: Tensor, known: Sequence[Tensor] = KNOWN) -> list[int]:
     """The numbers of those that ``observed`` is near."""
-    return [label.point.microbatch for (label,), _ in alike(known).find_near(observed, limit)]
+    found = Alike()
+    found.owned += [([Label(Point(0, number, GIVEN))], tensor) for number, tensor in enumerate(known)]
+    return [label.point.microbatch for (label,), _ in found.find_near(observed, LIMIT)]
 
 
-def tensors() -> list[Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(40, 50, generator=draw) for _ in range(6)]
-
-
-def test_what_is_near_is_found_as_if_each_were_compared() -> None:
-    known = tensors()
-    for k, tensor in enumerate(known):
-        for observed in (tensor, tensor * (1 + LIMIT / 2), tensor * (1 + 2 * LIMIT)):
-            assert near(observed, known, LIMIT) == [n for n, one in enumerate(known) if error(observed, one) <= LIMIT]
-        assert near(tensor, known, LIMIT) == [k]
-
-
-def test_an_element_that_no_sample_holds_is_not_overlooked() -> None:
-    known = tensors()
-    for element in range(0, 2000, 111):
-        observed = known[2].clone()
+@pytest.mark.parametrize("k", range(len(KNOWN)))
+def test_what_is_near_is_found_as_if_each_were_compared(k: int) -> None:
+    for observed in (KNOWN[k], KNOWN[k] * (1 + LIMIT / 2), KNOWN[k] * (1 + 2 * LIMIT), KNOWN[k] * torch.nan):
+        assert near(observed) == [n for n, one in enumerate(KNOWN) if error(observed, one) <= LIMIT]
+    assert near(KNOWN[k]) == [k]
+    for element in range(0, 2000, 111):  # also one that no sample holds
+        observed = KNOWN[k].clone()
         observed.view(-1)[element] += 1.0
-        assert not near(observed, known, LIMIT)
-
-
-def test_what_is_not_a_number_is_near_nothing() -> None:
-    known = tensors()
-    assert not near(known[0] * float("nan"), known, LIMIT)
+        assert not near(observed)
 
 
 COARSE, FINE = 2.0**-6, 2.0**-19  # what rounding leaves in bf16 and in fp32
-SHAPE = (48, 32)
-
-
-def drawn_wide(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+WIDE, SQUARE = drawn(0, 48, 32, dtype=torch.float64), drawn(0, 32, 32, dtype=torch.float64)
+BIG, OTHER = drawn(0, 200, 200, dtype=torch.float64), drawn(1, 200, 200, dtype=torch.float64)
+ROWS, COLUMNS, ALL = (torch.randperm(n, generator=torch.Generator().manual_seed(3)) for n in (48, 32, 48 * 32))
+NOISE = drawn(1, 48, 32, dtype=torch.float64)
 
 
 def rounded(tensor: Tensor, limit: float) -> Tensor:
-    return tensor * (1 + limit / 8 * drawn_wide(9, tuple(tensor.shape)))
+    return tensor * (1 + limit / 8 * drawn(9, *tensor.shape, dtype=torch.float64))
 
 
-ORDERS: list[Callable[[Tensor], Tensor]] = [
-    lambda one: one.roll(24, 0),
-    lambda one: one[torch.randperm(48, generator=torch.Generator().manual_seed(3))],
-    lambda one: one[:, torch.randperm(32, generator=torch.Generator().manual_seed(3))],
-    lambda one: one.flip(1),
-    lambda one: one.roll(1),
-    lambda one: torch.cat([one[:1], one[1:3].flip(0), one[3:]]),
-]
+def with_row(row: Tensor | float) -> Tensor:
+    made = WIDE.clone()
+    made[3] = row
+    return made
 
 
-@pytest.mark.parametrize(
-    ("change", "limit"), [*((one, FINE) for one in ORDERS), *((ORDERS[k], COARSE) for k in (0, 3, 4))]
-)
-def test_lines_and_shifts_are_told_however_coarse_the_type(change: Callable[[Tensor], Tensor], limit: float) -> None:
-    assert is_reordered(rounded(change(drawn_wide(0)), limit), drawn_wide(0), limit)
+ORDERS = {
+    "half down": (WIDE.roll(24, 0), True),
+    "rows": (WIDE[ROWS], None),
+    "columns": (WIDE[:, COLUMNS], None),
+    "reversed": (WIDE.flip(1), True),
+    "one on": (WIDE.roll(1), True),
+    "two rows": (torch.cat([WIDE[:1], WIDE[1:3].flip(0), WIDE[3:]]), None),
+    "all": (WIDE.flatten()[ALL].view(WIDE.shape), False),  # of many numbers of one kind some order always fits nearly
+    "transposed": (SQUARE.T, True),
+}
 
 
-def test_a_transposed_weight_is_told_however_coarse_the_type() -> None:
-    one = drawn_wide(0, (32, 32))
-    assert is_reordered(rounded(one.T, COARSE), one, COARSE)
-
-
-def test_any_order_of_many_elements_is_told_in_a_fine_type_only() -> None:
-    """In a coarse one some order of many numbers of one kind always fits."""
-    one = drawn_wide(0)
-    mixed = one.flatten()[torch.randperm(one.numel(), generator=torch.Generator().manual_seed(3))].view(SHAPE)
-    assert is_reordered(rounded(mixed, FINE), one, FINE)
-    assert not is_reordered(rounded(mixed, COARSE), one, COARSE)
-
-
-@pytest.mark.parametrize("limit", [COARSE, 4 * COARSE])
-def test_numbers_of_one_kind_are_no_order_of_each_other(limit: float) -> None:
-    """Although, sorted, they differ by no more than rounding."""
-    one, other = drawn_wide(0, (200, 200)), drawn_wide(1, (200, 200))
-    apart = (one.flatten().sort()[0] - other.flatten().sort()[0]).norm() / other.norm()
-    assert apart < COARSE
-    assert not is_reordered(one, other, limit)
-
-
-@pytest.mark.parametrize("noise", [2.0, 8.0, 32.0])
-def test_noise_is_no_order(noise: float) -> None:
-    assert not is_reordered(drawn_wide(0) + noise * COARSE * drawn_wide(1), drawn_wide(0), COARSE)
-
-
-def test_a_row_in_place_of_another_is_no_order() -> None:
-    one = drawn_wide(0)
-    one[3] = one[5]
-    assert not is_reordered(one, drawn_wide(0), COARSE)
-    one[3] = 0
-    assert not is_reordered(one, drawn_wide(0), COARSE)
-
-
-def test_what_is_right_or_nothing_is_no_order() -> None:
-    for one, other in (
-        (drawn_wide(0), drawn_wide(0)),
-        (drawn_wide(0), torch.zeros(SHAPE)),
-        (torch.zeros(SHAPE), drawn_wide(0)),
-    ):
-        assert not is_reordered(one, other, COARSE)
-    assert not is_reordered(drawn_wide(0).T, drawn_wide(0), COARSE)
-
-
-WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
-
-
-@pytest.mark.parametrize(("observed", "name"), [(WHOLE.bfloat16().float(), "bf16"), (WHOLE.half().float(), "fp16")])
-def test_a_narrower_type_is_told(observed: Tensor, name: str) -> None:
-    assert find_rounding(observed, WHOLE) == name
+@pytest.mark.parametrize("title", ORDERS)
+def test_lines_and_shifts_are_told_however_coarse_the_type(title: str) -> None:
+    """None: not always, in a coarse one."""
+    made, coarse = ORDERS[title]
+    says = SQUARE if made.shape == SQUARE.shape else WIDE
+    assert is_reordered(rounded(made, FINE), says, FINE)
+    assert coarse is None or is_reordered(rounded(made, COARSE), says, COARSE) is coarse
 
 
 @pytest.mark.parametrize(
-    "observed",
+    ("observed", "says", "limit"),
     [
-        WHOLE,
-        WHOLE * 1.001,
-        WHOLE + 1e-5 * torch.randn(WHOLE.shape, generator=torch.Generator().manual_seed(1)),
-        torch.where(WHOLE > 0, WHOLE, 0.0),
-        WHOLE.flip(0).half().float(),  # rounded, and more than that
-        WHOLE.clamp(-1e-3, 1e-3),
-        (WHOLE * 300).half().float() / 300,
+        (BIG, OTHER, COARSE),  # although, sorted, they differ by no more than rounding
+        (BIG, OTHER, 4 * COARSE),
+        *((WIDE + noise * COARSE * NOISE, WIDE, COARSE) for noise in (2.0, 8.0, 32.0)),
+        (with_row(WIDE[5]), WIDE, COARSE),
+        (with_row(0.0), WIDE, COARSE),
+        (WIDE, WIDE, COARSE),
+        (WIDE, 0 * WIDE, COARSE),
+        (0 * WIDE, WIDE, COARSE),
+        (WIDE.T, WIDE, COARSE),
     ],
-    ids=["same", "scaled", "noise", "half of it", "another", "clamped", "scale"],
 )
-def test_other_changes_are_no_rounding(observed: Tensor) -> None:
-    assert not find_rounding(observed, WHOLE)
+def test_what_is_no_order(observed: Tensor, says: Tensor, limit: float) -> None:
+    assert not is_reordered(observed, says, limit)
 
 
-def test_a_few_coarse_numbers_that_a_narrower_type_holds_by_chance_are_not_rounded() -> None:
-    """Sums of bf16 have few digits: all of 16 may be in a narrower type, and one that is expected may not."""
-    observed = torch.arange(16.0) + 16.25
-    expected = observed + torch.tensor([2.0**-9, *[0.0] * 15])
-    assert not find_rounding(observed, expected)
-    assert find_rounding(observed, expected + 2.0**-9) == "bf16"
+def test_numbers_of_one_kind_differ_by_rounding_once_they_are_sorted() -> None:
+    one, other = BIG.flatten().sort()[0], OTHER.flatten().sort()[0]
+    assert (one - other).norm() / other.norm() < COARSE
+
+
+WHOLE = drawn(0, 40, 16) * 1e-2
+DOUBLE = WHOLE.double() / 3
+# Sums of bf16 have few digits: all of 16 may be in a narrower type, and one that is expected may not.
+FEW = torch.arange(16.0) + 16.25
+
+
+@pytest.mark.parametrize(
+    ("observed", "whole", "name"),
+    [
+        (WHOLE.bfloat16().float(), WHOLE, "bf16"),
+        (WHOLE.half().float(), WHOLE, "fp16"),
+        (DOUBLE.float().double(), DOUBLE, "fp32"),  # of fp64 alone
+        (FEW, FEW + 2.0**-9, "bf16"),
+        (FEW, FEW + torch.tensor([2.0**-9, *[0.0] * 15]), ""),
+        (WHOLE, WHOLE, ""),
+        (WHOLE * 1.001, WHOLE, ""),
+        (WHOLE + 1e-5 * drawn(1, 40, 16), WHOLE, ""),
+        (torch.where(WHOLE > 0, WHOLE, 0.0), WHOLE, ""),
+        (WHOLE.flip(0).half().float(), WHOLE, ""),  # rounded, and more than that
+        (WHOLE.clamp(-1e-3, 1e-3), WHOLE, ""),
+        ((WHOLE * 300).half().float() / 300, WHOLE, ""),
+        (DOUBLE.float().double() * (1 + 1e-12), DOUBLE, ""),
+        (torch.full((64,), 1.1), torch.ones(64), ""),  # as of a norm's weights that had something added
+    ],
+)
+def test_a_narrower_type_is_told_and_other_changes_are_no_rounding(observed: Tensor, whole: Tensor, name: str) -> None:
+    assert find_rounding(observed, whole) == name
 
 
 def test_fp32_is_a_narrower_type_of_fp64_alone() -> None:
-    whole = WHOLE.double() / 3
-    assert find_rounding(whole.float().double(), whole) == "fp32"
-    assert not find_rounding(whole.float().double() * (1 + 1e-12), whole)
-    observed, expected = sketch(whole.float().double()), sketch(whole)
-    assert is_rounded_sketch(observed, expected)
+    assert is_rounded_sketch(sketch(DOUBLE.float().double()), sketch(DOUBLE))
     assert not sketch(WHOLE).narrow
 
 
-def test_one_value_that_is_there_often_is_no_rounding() -> None:
-    """As of a norm's weights, all of which were ones, and had something added."""
-    assert not find_rounding(torch.full((64,), 1.1), torch.ones(64))
+def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> None:
+    observed, expected = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.015625, 4.0])
+    at = Label(Point(0, -1, GRADIENT), name="bias")
+    assert plainly(observed, expected.to(torch.bfloat16), at) is None
+    rounded = plainly(observed, expected + 1e-4, at)
+    assert rounded is not None
+    assert rounded.kind == "rounded"

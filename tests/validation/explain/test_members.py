@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeproof.core.observe.shards import Shard
 from pipeproof.core.replicas import Replicas
-from pipeproof.explain.members import Members, makeups
+from pipeproof.explain.members import Members, are_alike, makeups
 from pipeproof.reference.step import Contribution, Expected
 from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart, RankMade
@@ -81,23 +81,22 @@ def of(*counts: float) -> Tensor:
 )
 def test_how_often_each_microbatch_is_there(counts: tuple[float, ...]) -> None:
     made = makeups(held_by(of(*counts), TOTAL), EXPECTED)["w"]
-    assert [*made.counts] == [counts, (1.0,) * 4]
-    assert made.right == made.alike == (counts == (1, 1, 1, 1))
+    assert [one.counts for one in made] == [counts, (1.0,) * 4]
+    assert all(one.right for one in made) == are_alike(made) == (counts == (1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, -1.0, 0.0])
 def test_of_what_is_known_together_alone_a_factor_is_told(factor: float) -> None:
     made = makeups(held_by(factor * TOTAL, OF_EACH[0], known=False), EXPECTED)["w"]
-    assert [*made.counts] == [(factor,), None]
+    assert [one.counts for one in made] == [(factor,), None]
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 0, 1), (61 / 64,) * 4, (1.0004,) * 3 + (0.0,)])
 def test_shards_are_alike_where_each_lies_as_it_should(counts: tuple[float, ...]) -> None:
     lost = of(*counts)
-    alike = makeups(held_by(LEFT.of(lost), RIGHT.of(lost), shards=(LEFT, RIGHT)), EXPECTED)["w"]
-    assert (alike.right, alike.alike) == (False, True)
-    differ = makeups(held_by(LEFT.of(lost), RIGHT.of(TOTAL), shards=(LEFT, RIGHT)), EXPECTED)["w"]
-    assert (differ.right, differ.alike) == (False, False)
+    for other, alike in ((lost, True), (TOTAL, False)):
+        made = makeups(held_by(LEFT.of(lost), RIGHT.of(other), shards=(LEFT, RIGHT)), EXPECTED)["w"]
+        assert (all(one.right for one in made), are_alike(made)) == (False, alike)
 
 
 @pytest.mark.parametrize("gradient", [None, TOTAL[:3], TOTAL / 0], ids=["none", "another shape", "not finite"])

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.whitebox import WhiteBox
+from tests.support.golden import golden
 from tests.support.steps import WIDTH, loss_fn
+from tests.support.sweeps import some
 from tests.support.two_ranks import COUNT, all_forward_all_backward, called, half, judged, named, plain
 
 Change = Callable[[int, Tensor], Tensor]
@@ -39,35 +41,6 @@ def rounded(m: int, tensor: Tensor) -> Tensor:
 
 def of_some(change: Change, *microbatches: int) -> Change:
     return lambda m, tensor: change(m, tensor) if m in microbatches else tensor
-
-
-CAUSES: dict[str, tuple[dict[str, Change], list[tuple[str, int | None, int | None, tuple[int, ...]]], str]] = {
-    "there": ({"there": rounded}, [("rounded", 1, 1, ())], "as if its input is bf16-rounded"),
-    "there, of two": (
-        {"there": of_some(rounded, 1, 3)},
-        [("rounded", 1, 1, (1, 3))],
-        "as if its input is bf16-rounded",
-    ),
-    "back": ({"back": rounded}, [("rounded", 0, 0, ())], "as if its output gradient is bf16-rounded"),
-    "back, of one": (
-        {"back": of_some(rounded, 2)},
-        [("rounded", 0, 0, (2,))],
-        "as if its output gradient is bf16-rounded",
-    ),
-    "both": (
-        {"there": rounded, "back": rounded},
-        [("rounded", 1, 1, ())],
-        "as if its input and its input gradient are bf16-rounded",
-    ),
-}
-
-
-@pytest.mark.parametrize("title", CAUSES)
-def test_what_was_rounded_between_stages_is_named_with_its_microbatches(whitebox: WhiteBox, title: str) -> None:
-    changes, causes, detail = CAUSES[title]
-    verdict = judged(whitebox, partial(unwatched, **changes), plain)
-    assert named(verdict) == causes, str(verdict)
-    assert verdict.causes[0].detail == detail
 
 
 class Added(nn.Module):
@@ -100,64 +73,15 @@ Both = Callable[[list[Tensor]], list[Tensor]]
 
 
 def both_ways(model: Streams, microbatches: list[Any], *, there: Both = list, back: Both = list) -> Any:
-    """``there``: what becomes of both streams on their way to rank 1, ``back`` of their gradients."""
-    stage, losses = half(model), []
+    """Each rank runs both halves. ``there``: what becomes of both streams between them, ``back`` of their gradients."""
+    losses = []
     for x, target in microbatches:
-        if dist.get_rank() == 0:
-            streams, gradients = stage(x), [torch.empty_like(x), torch.empty_like(x)]
-            for tensor in there([one.detach() for one in streams]):
-                dist.send(tensor, 1)
-            for gradient in gradients:
-                dist.recv(gradient, 1)
-            torch.autograd.backward(streams, back(gradients))
-            continue
-        given = [torch.empty_like(x).requires_grad_(), torch.empty_like(x).requires_grad_()]
-        for tensor in given:
-            dist.recv(tensor.detach(), 0)
-        loss = loss_fn(stage(tuple(given))[0], target)
-        losses.append(loss.item())
-        (loss / COUNT).backward()
-        for tensor in given:
-            dist.send(tensor.grad, 0)
-    return stage, losses or None
-
-
-STREAMS: dict[str, tuple[dict[str, Both], tuple[str, int], str]] = {
-    "rounded": (
-        {"there": lambda two: [two[0], rounded(0, two[1])]},
-        ("rounded", 1),
-        "as if output 1 of 1 is bf16-rounded",
-    ),
-    "not filled": (
-        {"there": lambda two: [two[0] * 0, two[1]]},
-        ("uninitialised", 1),
-        "as if output 0 of 1.linear is zero",
-    ),
-    "exchanged": (
-        {"there": lambda two: two[::-1]},
-        ("wrong-message", 1),
-        "as if output 1 of 1 and output 0 of 1.linear are exchanged",
-    ),
-    "lost": (
-        {"back": lambda two: [two[0], two[1] * 0]},
-        ("uninitialised", 0),
-        "as if the gradient of output 1 of 1 is zero",
-    ),
-    "both": (
-        {"there": lambda two: [rounded(0, one) for one in two], "back": lambda two: [rounded(0, one) for one in two]},
-        ("rounded", 1),
-        "as if its input and its input gradient are bf16-rounded",
-    ),
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("title", STREAMS)
-def test_one_of_two_streams_of_which_one_is_made_of_the_other(whitebox: WhiteBox, title: str) -> None:
-    changes, (kind, stage), detail = STREAMS[title]
-    verdict = judged(whitebox, partial(both_ways, **changes), two_streams)
-    assert named(verdict) == [(kind, stage, stage, ())], str(verdict)
-    assert verdict.causes[0].detail == detail
+        streams = model[:2](x)
+        given = [one.detach().clone().requires_grad_() for one in there([one.detach() for one in streams])]
+        losses.append(loss_fn(model[2:](tuple(given))[0], target))
+        (losses[-1] / COUNT).backward()
+        torch.autograd.backward(streams, back([one.grad for one in given]))  # type: ignore[misc]
+    return half(model), [loss.item() for loss in losses] if dist.get_rank() else None
 
 
 def noisy(m: int, tensor: Tensor) -> Tensor:
@@ -166,10 +90,39 @@ def noisy(m: int, tensor: Tensor) -> Tensor:
     return tensor * (1 + 2e-3 * (torch.rand(tensor.shape, generator=generator) - 0.5))
 
 
-@pytest.mark.parametrize("changes", [{"there": noisy}, {"back": noisy}], ids=["there", "back"])
-def test_what_no_change_gives_is_not_named(whitebox: WhiteBox, changes: dict[str, Change]) -> None:
-    verdict = judged(whitebox, partial(unwatched, **changes), plain)
-    assert named(verdict) == [], str(verdict)
+def both(change: Both) -> dict[str, Any]:
+    return {"there": change, "back": change}
+
+
+def rounded_both(two: list[Tensor]) -> list[Tensor]:
+    return [rounded(0, one) for one in two]
+
+
+# What is changed of one stream, or of two of which one is made of the other; the cause's kind, its stage, which is its
+# rank, and its microbatches. What no change gives is not named.
+CAUSES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, int, tuple[int, ...]]]]] = {
+    "there": (unwatched, {"there": rounded}, [("rounded", 1, ())]),
+    "there, of two": (unwatched, {"there": of_some(rounded, 1, 3)}, [("rounded", 1, (1, 3))]),
+    "back": (unwatched, {"back": rounded}, [("rounded", 0, ())]),
+    "back, of one": (unwatched, {"back": of_some(rounded, 2)}, [("rounded", 0, (2,))]),
+    "both": (unwatched, both(rounded), [("rounded", 1, ())]),
+    "noise there": (unwatched, {"there": noisy}, []),
+    "noise back": (unwatched, {"back": noisy}, []),
+    "a stream is rounded": (both_ways, {"there": lambda two: [two[0], rounded(0, two[1])]}, [("rounded", 1, ())]),
+    "a stream is not filled": (both_ways, {"there": lambda two: [two[0] * 0, two[1]]}, [("uninitialised", 1, ())]),
+    "streams are exchanged": (both_ways, {"there": lambda two: two[::-1]}, [("wrong-message", 1, ())]),
+    "a stream is lost": (both_ways, {"back": lambda two: [two[0], two[1] * 0]}, [("uninitialised", 0, ())]),
+    "both streams": (both_ways, both(rounded_both), [("rounded", 1, ())]),
+}
+
+
+@pytest.mark.parametrize("title", some(CAUSES, [title for title in CAUSES if "stream" in title]))
+def test_what_happened_between_stages_is_named_with_its_microbatches(whitebox: WhiteBox, title: str) -> None:
+    step, changes, expected = CAUSES[title]
+    verdict = judged(whitebox, partial(step, **changes), plain if step is unwatched else two_streams)
+    assert named(verdict) == [(kind, stage, stage, those) for kind, stage, those in expected], str(verdict)
+    if expected:
+        golden(verdict.causes[0].detail)
 
 
 @pytest.mark.sweep

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
+from pipeproof.commands.campaign import validate_case
 from pipeproof.core.verdict import LawResult, Mismatch, Verdict
 from pipeproof.own.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
-from pipeproof.own.fuzz import PLANS, Tally, cases, fuzz
+from pipeproof.own.fuzz import PLANS, Tally, cases, fuzz, judge_case
 from pipeproof.own.runtimes import OWN, TORCH
 from pipeproof.own.validator import validate
 from pipeproof.pipeline.transports import RULES, Transport
@@ -20,22 +22,23 @@ from tests.support.golden import golden
 PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
 
 
-def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | None = None) -> tuple[list[Case], object]:
-    """A campaign without ranks; the cases that it ran."""
-    ran: list[Case] = []
+def campaign(
+    budget: int, seed: int = 0, wrong: Callable[[Case, list[Case]], object] = lambda case, ran: False
+) -> tuple[list[Case], Tally, Any]:
+    """A campaign without ranks, in which cases are ``wrong``: the cases that it ran, its tally, and what it found."""
+    ran, tally = list[Case](), Tally(budget)
 
-    def record(case: Case, world: World) -> Verdict:
+    def run(case: Case, world: World) -> Verdict:
         ran.append(case)
-        return run(case, world) if run else PASS
+        return replace(PASS, outcome="fail", config=str(case)) if wrong(case, ran) else PASS
 
-    tally = Tally(budget)
     with World() as world:
-        return ran, (tally, fuzz(world, tally, seed_=seed, run=record))
+        return ran, tally, fuzz(world, tally, seed_=seed, run=run)
 
 
 @pytest.mark.long
 def test_a_campaign_is_its_seed_and_its_budget() -> None:
-    (one, _), (two, _), (other, _) = campaign(40, 1), campaign(40, 1), campaign(40, 2)
+    one, two, other = (campaign(40, seed)[0] for seed in (1, 1, 2))
     assert one == two
     assert len(one) == 40
     assert one != other
@@ -43,20 +46,23 @@ def test_a_campaign_is_its_seed_and_its_budget() -> None:
 
 @pytest.mark.long
 def test_draws_reach_everything_that_a_case_can_be() -> None:
-    ran, _ = campaign(400, 0)
-    assert {case.schedule for case in ran} == set(SCHEDULES)
-    assert {case.ranks for case in ran} == {1, 2, 3, 4}
-    assert {case.virtual for case in ran} == {1, 2, 3}
-    assert {case.microbatches for case in ran} == set(range(1, 10))
-    assert {case.model for case in ran} == set(MODELS)
-    assert {case.plan for case in ran} == set(PLANS)
+    ran, *_ = campaign(400)
+    reached = {
+        "schedule": SCHEDULES,
+        "ranks": range(1, 5),
+        "virtual": range(1, 4),
+        "microbatches": range(1, 10),
+        "model": MODELS,
+        "plan": PLANS,
+        "ragged": (True, False),
+        "unequal": (True, False),
+        "loss": ("mean", "tokens"),
+        "dtype": FUZZED_DTYPES,
+    }
+    assert {name: {getattr(case, name) for case in ran} for name in reached} == {k: {*v} for k, v in reached.items()}
     assert {size for case in ran for size in case.split} == {1, 2, 3}
     assert any(len(set(case.split)) > 1 for case in ran)
     assert any(case.microbatches < case.ranks for case in ran)
-    for flag in ("ragged", "unequal"):
-        assert {getattr(case, flag) for case in ran} == {True, False}
-    assert {case.loss for case in ran} == {"mean", "tokens"}
-    assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
 
 
 @pytest.mark.long
@@ -76,56 +82,36 @@ def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
 
 
 def test_a_failure_shrinks_to_the_least_that_fails() -> None:
-    def run(case: Case, world: World) -> Verdict:
-        wrong = case.microbatches >= 3 and case.ranks >= 2
-        return replace(PASS, outcome="fail", config=str(case)) if wrong else PASS
-
-    _, (tally, found) = campaign(200, 0, run)  # type: ignore[misc]
+    _, tally, found = campaign(200, 0, lambda case, ran: case.microbatches >= 3 and case.ranks >= 2)
     assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
-    assert found.verdict.outcome == "fail"
-    assert found.repeated
+    assert (found.verdict.outcome, found.repeated) == ("fail", True)
     assert tally.counts["verdicts"]["fail"] > 0
 
 
 def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
-    ran: list[Case] = []
-
-    def run(case: Case, world: World) -> Verdict:
-        ran.append(case)
-        return replace(PASS, outcome="fail", config=str(case)) if len(ran) == 3 else PASS
-
-    _, (tally, found) = campaign(20, 0, run)  # type: ignore[misc]
-    assert found.case == ran[2]
-    assert found.verdict.config == str(ran[2])
-    assert not found.repeated
+    ran, tally, found = campaign(20, 0, lambda case, ran: len(ran) == 3)
+    assert (found.case, found.verdict.config, found.repeated) == (ran[2], str(ran[2]), False)
     assert tally.counts["verdicts"]["fail"] == 1
 
 
 def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() -> None:
-    ran: list[Case] = []
-
-    def run(case: Case, world: World) -> Verdict:
-        ran.append(case)
+    def wrong(case: Case, ran: list[Case]) -> bool:
         once = case.ranks == 1 and ran.count(case) == 1 and any(other.ranks > 2 for other in ran)
-        return replace(PASS, outcome="fail") if case.ranks > 2 or once else PASS
+        return case.ranks > 2 or once
 
-    _, (_, found) = campaign(50, 0, run)  # type: ignore[misc]
+    _, _, found = campaign(50, 0, wrong)
     assert found.repeated
     assert found.case.ranks > 2
 
 
-def test_unknown_is_not_a_pass_either() -> None:
-    _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, outcome="unknown"))  # type: ignore[misc]
-    assert found.verdict.outcome == "unknown"
-
-
-def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
-    differs = Mismatch("gradient", 1, error=3e-3, limit=6e-2)
-    coarse = replace(PASS, outcome="unknown", mismatches=(differs,))
-    ran, (tally, found) = campaign(5, 0, lambda case, world: coarse)  # type: ignore[misc]
-    assert found is None
-    assert [one.case for one in tally.undecided] == ran
-    assert len(ran) == 5
+@pytest.mark.parametrize(
+    ("mismatches", "undecided"), [((), 0), ((Mismatch("gradient", 1, error=3e-3, limit=6e-2),), 5)]
+)
+def test_unknown_is_no_pass_unless_rounding_is_too_coarse(mismatches: tuple[Mismatch, ...], undecided: int) -> None:
+    unknown, tally = replace(PASS, outcome="unknown", mismatches=mismatches), Tally(5)
+    with World() as world:
+        found = fuzz(world, tally, run=lambda case, world: unknown)
+    assert (found and found.verdict.outcome, len(tally.undecided)) == (None if mismatches else "unknown", undecided)
 
 
 def test_a_tally_counts_and_reads_well() -> None:
@@ -136,8 +122,7 @@ def test_a_tally_counts_and_reads_well() -> None:
 
 
 def test_real_ranks_agree_on_a_short_campaign(world: World) -> None:
-    tally = Tally(15)
-    assert fuzz(world, tally, seed_=11) is None
+    assert fuzz(world, tally := Tally(15), seed_=11) is None
     assert tally.counts["tiers"] == {"bitwise": 15}
 
 
@@ -172,6 +157,17 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
     assert sum(tally.counts["transports"].values()) == sum(tally.counts["deciders"].values()) == tally.cases
     assert len(tally.counts["transports"]) > 2
     assert len(rooms) > 1
+
+
+@pytest.mark.parametrize("run", [judge_case, lambda case, world: validate_case(case, world)[0]], ids=["fuzz", "gate"])
+@pytest.mark.parametrize("specimen", ["stage-negated", "message-lost"])
+def test_a_line_names_what_decided_the_run_once(specimen: str, run: Any, simulated: World) -> None:
+    case = Case.parse(f"naive r2 s2 m1 split=1,1 model=mlp plan=train seed=0 specimen={specimen}")
+    simulated.decide(decision := Simulation(Transport.BUFFERED, 7))
+    found = fuzz(simulated, Tally(1), strategy=st.just(case), run=run)
+    assert found is not None
+    assert found.verdict.outcome != "pass"
+    assert found.verdict.replay == f"{replace(found.verdict, rerun='').replay} {decision.options}"
 
 
 def test_torch_s_runtime_is_drawn_no_transport_on_which_who_posts_waits() -> None:

@@ -1,5 +1,6 @@
 """Observing must not disturb, and must see what it is there to see."""
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -42,7 +43,7 @@ class Fixed(AroundStage):
 
 
 def test_a_watched_stage_notes_what_is_not_finite() -> None:
-    for value, noted in ((1.0, []), (float("nan"), ["3F2"]), (float("inf"), ["3F2"])):
+    for value, noted in ((1.0, []), (math.nan, ["3F2"]), (math.inf, ["3F2"])):
         stage = WatchedStage(Fixed(value))
         stage.begin()
         stage.forward(2, (), None)
@@ -126,26 +127,25 @@ def test_microbatches_are_numbered_over_all_replicas() -> None:
     assert one.gradient_sites(0) == [SITE]  # once, for all replicas
 
 
-def test_equal_replicas_hold() -> None:
-    assert broken(observed(torch.ones(2)), observed(torch.ones(2))) == []
-    assert broken(observed(None), observed(None)) == []
+ONE = observed(torch.ones(2))
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("one", "other", "words"),
     [
-        (observed(torch.ones(2) * (1 + 1e-7)), "another gradient than rank 0's, relative error 1.2e-07"),
-        (observed(None), "another gradient than rank 0's, which has one"),
-        (observed(torch.ones(2), parameter=2.0), "another parameter than rank 0's, relative error 1"),
+        (ONE, ONE, None),
+        (observed(None), observed(None), None),
+        (ONE, observed(torch.ones(2) * (1 + 1e-7)), "another gradient than rank 0's, relative error 1.2e-07"),
+        (ONE, observed(None), "another gradient than rank 0's, which has one"),
+        (ONE, observed(torch.ones(2), parameter=2.0), "another parameter than rank 0's, relative error 1"),
     ],
-    ids=["gradient", "none", "parameter"],
+    ids=["equal", "none in both", "gradient", "none", "parameter"],
 )
-def test_what_differs_is_said(other: RankOperation, words: str) -> None:
-    (claim,) = broken(observed(torch.ones(2)), other)
-    assert (claim.rank, claim.site, claim.observed) == (1, SITE, words)
+def test_what_differs_between_replicas_is_said(one: RankOperation, other: RankOperation, words: str | None) -> None:
+    expected = [] if words is None else [(1, SITE, words)]
+    assert [(claim.rank, claim.site, claim.observed) for claim in broken(one, other)] == expected
 
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     alone = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train runtime=torch")
-    row = (observed(torch.ones(2)),)
-    assert as_one(alone, [row]).ranks == (row,)
+    assert as_one(alone, [(ONE,)]).ranks == ((ONE,),)

@@ -12,28 +12,18 @@ def of(mib: int) -> torch.Tensor:
     return torch.ones(mib * MIB // 4)
 
 
-def test_what_is_kept_and_the_most_at_once_are_told_apart() -> None:
+@pytest.mark.parametrize(("marked", "most"), [(False, 5), (True, 3)])
+def test_the_most_counts_from_the_mark_with_what_is_held_there(marked: bool, most: int) -> None:
     with allocations() as found:
         kept = of(1)
         more = of(4)
         del more
+        if marked:
+            found.mark()
         less = of(2)
         del less
-    assert kept.numel() * 4 == MIB
-    assert found.most == pytest.approx(5 * MIB, abs=1024)
-    assert found.net == pytest.approx(MIB, abs=1024)
-
-
-def test_the_most_counts_from_the_mark_with_what_is_held_there() -> None:
-    with allocations() as found:
-        kept = of(1)
-        more = of(4)
-        del more
-        found.mark()
-        less = of(2)
-        del less
-    assert kept.numel() * 4 == MIB
-    assert found.most == pytest.approx(3 * MIB, abs=1024)
+    assert (kept.numel() * 4, found.net) == (MIB, pytest.approx(MIB, abs=1024))
+    assert found.most == pytest.approx(most * MIB, abs=1024)
 
 
 def test_nothing_takes_nothing() -> None:

@@ -4,27 +4,29 @@ import math
 
 import pytest
 
-from pipeproof.own.timings import Ratio, Timing, Turn
+from pipeproof.own.timings import Timing, Turn
 
 
 def timed(*rounds: float) -> Timing:
     return Timing("a.json", "", "", rounds)
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank_and_a_round_is_a_median() -> None:
-    found = timed().after([Turn((1.0, 5.0, 2.0), (0.5,)), Turn((3.0, 1.0, 1.0), ())])
-    assert found.rounds == (3.0,)
-    assert (found.losses, found.strange) == (1, ())
-
-
-def test_a_turn_that_counts_memory_is_no_round() -> None:
-    found = timed().after([Turn((), (1.0,), 7), Turn((), (), 9)]).after([Turn((2.0,), ()), Turn((1.0,), ())])
-    assert (found.bytes, found.rounds) == ((7, 9), (2.0,))
-
-
-def test_what_is_not_finite_is_kept() -> None:
-    found = timed().after([Turn((1.0,), (1.0, math.nan, math.inf))])
-    assert (found.losses, len(found.strange)) == (3, 2)
+@pytest.mark.parametrize(
+    ("turns", "found"),
+    [
+        # A step takes as long as its slowest rank, and a round is a median.
+        ([[Turn((1.0, 5.0, 2.0), (0.5,)), Turn((3.0, 1.0, 1.0), ())]], ((3.0,), (0, 0), 1, 0)),
+        # A turn that counts memory is no round.
+        ([[Turn((), (1.0,), 7), Turn((), (), 9)], [Turn((2.0,), ()), Turn((1.0,), ())]], ((2.0,), (7, 9), 1, 0)),
+        # What is not finite is kept.
+        ([[Turn((1.0,), (1.0, math.nan, math.inf))]], ((1.0,), (0,), 3, 2)),
+    ],
+)
+def test_what_turns_come_to(turns: list[list[Turn]], found: tuple[object, ...]) -> None:
+    timing = timed()
+    for turn in turns:
+        timing = timing.after(turn)
+    assert (timing.rounds, timing.bytes or (0,) * len(turns[0]), timing.losses, len(timing.strange)) == found
 
 
 def test_a_spread_is_from_the_fastest_round_to_the_slowest() -> None:
@@ -47,9 +49,9 @@ def test_a_spread_is_from_the_fastest_round_to_the_slowest() -> None:
 def test_a_ratio_as_near_to_one_as_rounds_are_to_each_other_is_noise(
     first: tuple[float, ...], other: tuple[float, ...], noise: bool
 ) -> None:
-    assert Ratio(timed(*first), timed(*other)).noise is noise
+    assert timed(*other).ratio_to(timed(*first)).noise is noise
 
 
 def test_what_slows_both_in_one_round_is_neither_in_the_ratio_nor_noise() -> None:
-    ratio = Ratio(timed(1.0, 10.0, 1.0), timed(2.0, 20.0, 2.0))
+    ratio = timed(2.0, 20.0, 2.0).ratio_to(timed(1.0, 10.0, 1.0))
     assert (ratio.value, ratio.noise) == (2.0, False)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.core.observe.observed import RankOperation
 from pipeproof.core.verdict import Verdict
 from pipeproof.own.case import Case, CaseError
 from pipeproof.own.findings import FINDINGS, Finding, is_known
@@ -25,7 +24,6 @@ from pipeproof.own.validator import validate
 from pipeproof.pipeline.transports import Transport
 from pipeproof.whitebox import torch_pipelining
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
 from tests.support.sweeps import SWEEP
@@ -142,10 +140,6 @@ def _mean_of_mean(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     return default_hooks.allreduce_hook(group, bucket).then(lambda done: done.value() / group.size())
 
 
-def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank], None]) -> list[RankOperation]:
-    return observe_torch(context, case, plant=plant)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("plant", "laws"),
@@ -158,7 +152,7 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
     plant: Callable[[TorchRank], None], laws: set[str], world: World
 ) -> None:
     def run(case: Case, world: World) -> Verdict:
-        rows = world.run(observed_with, case, plant, ranks=case.processes)
+        rows = world.run(functools.partial(observe_torch, plant=plant), case, ranks=case.processes)
         return judge(case, as_one(case, rows))
 
     drawn = cases(runtime=TORCH, schedules=("gpipe",), models=("mlp",), max_ranks=2)

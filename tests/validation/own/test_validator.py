@@ -96,22 +96,25 @@ def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
     assert refusal_verdict(case, [order]).outcome == "fail"
 
 
-def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
-    case = case_of("1f1b", "mlp", plan=("train",))
-    raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
-    assert [(c.kind, c.rank, c.detail) for c in crash_verdict(case, raised).causes] == [
-        ("crash", 0, "raised ValueError: bad")
-    ]
-    text = crash_verdict(case, raised).details
-    golden("\n".join(text.splitlines()[:2]))
-    assert text.count("raised ValueError: bad") == 1
-    stuck = RankFailed([RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1")])
-    golden(crash_verdict(case, stuck).details.splitlines()[0])
-    assert crash_verdict(case, stuck).exit_status == crash_verdict(case, raised).exit_status == 3
-    assert [(c.kind, c.rank, c.stage) for c in crash_verdict(case, stuck).causes] == [("deadlock", 0, None)]
-    busy = crash_verdict(case, RankFailed([RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin")]))
-    assert busy.causes == (), "it failed nothing"
-    golden(busy.details.splitlines()[0])
+RAISED, WAITS = "raised ValueError: bad", "stuck, waiting for 0RECV_B0 with rank 1"
+
+
+@pytest.mark.parametrize(
+    ("report", "causes"),
+    [
+        (RankReport(0, Ending.RAISED, "ValueError: bad"), [("crash", 0, None, RAISED)]),
+        (RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1"), [("deadlock", 0, None, WAITS)]),
+        (RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin"), []),  # it failed nothing
+    ],
+    ids=["raised", "waits", "busy"],
+)
+def test_how_ranks_fail_is_the_cause(report: RankReport, causes: list[object]) -> None:
+    verdict = crash_verdict(
+        case_of("1f1b", "mlp", plan=("train",)), RankFailed([report, RankReport(1, Ending.STOPPED)])
+    )
+    assert [(c.kind, c.rank, c.stage, c.detail) for c in verdict.causes] == causes
+    assert (verdict.exit_status, verdict.details.count(RAISED)) == (3, RAISED in str(causes))
+    golden("\n".join(verdict.details.splitlines()[:2]))
 
 
 @pytest.mark.pipeproof_ranks

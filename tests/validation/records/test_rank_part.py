@@ -1,14 +1,12 @@
 """What each rank brings to a checked step, and what follows from all of it together."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof import PipelineSchedule, World
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import (
     Arrival,
@@ -20,13 +18,13 @@ from pipeproof.records.rank_part import (
     places_of,
     run_of,
 )
-from pipeproof.records.record import Record, RecordError
+from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step
-from pipeproof.worlds.side_store import Exchange, SideStore
+from pipeproof.worlds.worker import RankContext
 from tests.support.golden import golden
-from tests.support.steps import backward, loss_fn
+from tests.support.steps import loss_fn
 
 
 def test_ranks_that_run_other_microbatches_are_named() -> None:
@@ -104,99 +102,86 @@ def build() -> nn.Sequential:
         return nn.Sequential(Layer(), Layer())
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Verdict:
-    """The verdict on a right step in which each rank has a layer; ``options`` is what goes wrong."""
-    store, model, ranks = dist.HashStore(), build(), threading.local()
-
-    def exchange() -> Exchange:
-        found = Exchange(SideStore(store, rank=ranks.number, ranks=2))
-        found._prefix = "both ranks'"  # they share a process, and its count
-        return found
-
-    monkeypatch.setattr("pipeproof.records.checked_step.exchange", exchange)
-    losses: list[float] = []
-    ready, done = threading.Barrier(2), threading.Barrier(2)
-
-    def run(rank: int) -> Verdict:
-        ranks.number = rank
-        own = model[rank : rank + 1]
-        with check_step({rank: own}, DATA, against=against) as check:
-            ready.wait(30)
-            if rank == 0:
-                losses.extend(backward(model, DATA))
-                options.get("fault", lambda model: None)(model)
-            done.wait(30)
-            shown = {name: p.grad for name, p in own.named_parameters() if name not in options.get("hidden", ())}
-            check.gradients(shown)
-            check.report(losses=losses if rank == 1 else None)
-        return check.verdict
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
-    assert str(found[0]).splitlines()[:1] == str(found[1]).splitlines()[:1], "all ranks have one verdict"
-    return found[0]
+RECORD = record_step(build(), DATA, loss_fn=loss_fn)
+BESIDE = SingleDevice(build, loss_fn)
 
 
-@pytest.fixture(scope="module")
-def record() -> Record:
-    return record_step(build(), DATA, loss_fn=loss_fn)
+def step(context: RankContext, against: Any, buffer: str, hidden: str) -> Verdict:
+    """A step in which each rank has a layer; a ``buffer`` is moved, or taken away, and a gradient is not shown."""
+    rank = context.rank
+    own = build()[rank : rank + 1]
+    schedule = PipelineSchedule(kind="gpipe", n_microbatches=2, stages=[own], loss_fn=loss_fn)
+    with check_step({rank: own}, DATA, against=against, timeout_s=20.0) as check:
+        losses = schedule.train_step(DATA).losses
+        norm = own[0].norm
+        if buffer == f"{rank}.norm.running_mean":
+            norm.running_mean.add_(1.0)  # type: ignore[operator, union-attr]  # it is a tensor
+        elif buffer == f"{rank}.norm.running_var":
+            del norm._buffers["running_var"]  # type: ignore[union-attr]  # it is a module
+        check.gradients({name: one.grad for name, one in own.named_parameters() if name != hidden})
+        check.report(losses=losses if rank else None)
+    return check.verdict
 
 
-def test_each_rank_has_its_own_buffers_and_none_is_missed(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
-    verdict = checked(monkeypatch, record)
-    assert verdict.outcome == "pass", str(verdict)
-    assert verdict.law("buffers").checked == len(list(build().buffers())) == 6
-    assert verdict.law("gradient").checked == len(list(build().parameters())) == 8
-
-
-def test_a_buffer_that_differs_is_told_with_its_rank_and_stage(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
-    def fault(model: nn.Module) -> None:
-        model.get_buffer("1.norm.running_mean").add_(1.0)
-
-    verdict = checked(monkeypatch, record, fault=fault)
-    assert [(m.law, m.rank, m.stage, m.parameter) for m in verdict.mismatches] == [
-        ("buffers", 1, 1, "1.norm.running_mean")
-    ]
-
-
-def test_a_buffer_that_no_rank_has_is_a_failure(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
-    def fault(model: nn.Module) -> None:
-        del model.get_submodule("0.norm")._buffers["running_var"]
-
-    (mismatch,) = checked(monkeypatch, record, fault=fault).mismatches
-    assert (mismatch.law, mismatch.observed_text, mismatch.expected_text) == ("buffers", "no such buffer", "a buffer")
-    assert mismatch.parameter == "0.norm.running_var"
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_gradient_that_no_rank_shows_makes_the_law_unknown(
-    monkeypatch: pytest.MonkeyPatch, record: Record, beside: bool
+@pytest.mark.parametrize(
+    ("against", "buffer", "hidden"),
+    [
+        (RECORD, "", ""),
+        (RECORD, "1.norm.running_mean", ""),
+        (RECORD, "0.norm.running_var", ""),
+        (RECORD, "", "1.linear.bias"),
+        (BESIDE, "", "1.linear.bias"),
+    ],
+)
+def test_what_some_rank_lacks_or_has_otherwise_is_told(
+    against: Any, buffer: str, hidden: str, simulated: World
 ) -> None:
-    against = SingleDevice(build, loss_fn) if beside else record
-    law = checked(monkeypatch, against, hidden=("1.linear.bias",)).law("gradient")
-    assert (law.outcome, law.checked, law.left_out) == ("unknown", 7, ("1.linear.bias",))
-    assert law.note == "not compared: 1.linear.bias"
+    verdict, other = simulated.run(step, against, buffer, hidden, ranks=2)
+    assert str(verdict) == str(other), "all ranks have one verdict"
+    buffers, gradients = verdict.law("buffers"), verdict.law("gradient")
+    assert against is BESIDE or buffers.checked == len(list(build().buffers())) == 6, "each rank has its own"
+    assert gradients.checked == len(list(build().parameters())) - bool(hidden) == 8 - bool(hidden)
+    if hidden:
+        assert (gradients.outcome, gradients.left_out) == ("unknown", (hidden,))
+        assert gradients.note == f"not compared: {hidden}"
+    elif not buffer:
+        assert verdict.outcome == "pass", str(verdict)
+    else:
+        (one,) = verdict.mismatches
+        gone = buffer.endswith("var")
+        place = (None, None) if gone else (1, 1)
+        assert (one.law, one.rank, one.stage, one.parameter) == ("buffers", *place, buffer)
+        assert ((one.observed_text, one.expected_text) == ("no such buffer", "a buffer")) == gone
 
 
 def test_what_was_there_before_and_was_not_kept_is_noted() -> None:
     kept, large = Kept(0, room=64), torch.ones(32)
+    begun = kept.notes.begun
     kept.begin({"none": None, "zero": torch.zeros(32), "small": torch.ones(4), "large": large})
-    assert (set(kept.notes.begun), kept.notes.untold) == ({"small"}, {"large"})
+    assert (set(begun), begun["large"], set(kept.tensors)) == ({"small", "large"}, None, {begun["small"]})
     kept.begin({"large": None})
-    assert not kept.notes.untold
+    assert set(begun) == {"small"}
     kept.end("small", torch.ones(4), wrong=True)  # nothing was added since
-    assert (set(kept.notes.begun), kept.notes.untold) == (set(), {"small"})
+    assert begun == {"small": None}
+
+
+def kinds(kept: Kept) -> dict[str, str]:
+    """What became of each gradient; what is kept is that of which an address is noted."""
+    assert set(kept.tensors) == {address for _, address in kept.notes.ends.values() if address is not None}
+    return {name: kind for name, (kind, _) in kept.notes.ends.items()}
 
 
 def test_what_passes_and_is_not_what_is_due_is_kept_as_it_is_while_there_is_room() -> None:
     kept, expected = Kept(0, room=40), torch.ones(4)
     for name, off in (("same", 0.0), ("summed", 1e-7), ("near", 1e-2), ("nearer", 1e-3), ("much", 1e-2)):
         kept.end(name, expected + off, wrong=False, apart=off)
-    assert (kept.notes.right, set(kept.notes.near)) == ({"same", "summed", "much"}, {"near", "nearer"})
-    assert torch.equal(kept.tensors[kept.notes.near["near"]], expected + 1e-2)
+    passing = {"same": "right", "summed": "right", "near": "near", "nearer": "near", "much": "right"}
+    assert kinds(kept) == passing
+    assert torch.equal(kept.tensors[kept.notes.ends["near"][1] or ""], expected + 1e-2)
     kept.end("wrong", 2 * expected, wrong=True)
-    assert (set(kept.notes.wrong), set(kept.notes.near), set(kept.notes.left_out)) == ({"wrong"}, {"near"}, set())
-    assert "nearer" in kept.notes.right
+    assert kinds(kept) == passing | {"nearer": "right", "wrong": "wrong"}
     kept.end("large", torch.ones(32), wrong=True)
-    assert (set(kept.notes.near), kept.notes.left_out) == ({"near"}, {"large"}), "nothing is let go in vain"
-    assert set(kept.tensors) == {*kept.notes.wrong.values(), *kept.notes.near.values()}
+    assert kinds(kept) == passing | {"nearer": "right", "wrong": "wrong", "large": "left out"}
+    kept.end("lost", None, wrong=True)
+    kept.end("wrong", expected, wrong=False)  # as where a step shows its gradients twice
+    assert (kept.notes.ends["lost"], kinds(kept)["wrong"]) == (("wrong", None), "wrong")

@@ -47,17 +47,16 @@ def step(
     against: Any,
     *,
     microbatches: Pairs | None = None,
-    run: Pairs | None = None,
     fault: Callable[[nn.Module], object] = lambda model: None,
     late: Callable[[nn.Module], object] = lambda model: None,
     report: Callable[[list[float], float], dict[str, Any]] = lambda losses, norm: {"losses": losses, "norm": norm},
     **options: Any,
 ) -> Verdict:
-    """A user's step of ``run``, checked as one of ``microbatches``; faults before and after clipping."""
+    """A user's checked step of ``microbatches``; faults before and after clipping."""
     model, said = build(), data() if microbatches is None else microbatches
     optimizer = sgd(model)
     with check_step({3: model}, said, against=against, **options) as check:
-        losses = backward(model, run or said, divisor=len(said))
+        losses = backward(model, said)
         fault(model)
         check.gradients()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
@@ -133,11 +132,6 @@ def test_what_is_wrong_is_named_with_its_place(name: str, beside: bool, path: Pa
     assert [(one.law, one.where) for one in verdict.mismatches[:1]] == [(law, where)]
     after = law in ("grad-norm", "updated-parameters")
     assert not after or [one.name for one in verdict.laws if one.outcome == "fail"] == [law]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_microbatch_left_out_is_seen(beside: bool, path: Path) -> None:
-    assert step(BESIDE if beside else path, run=data()[:2]).outcome == "fail"
 
 
 def test_what_nobody_looked_at_is_no_pass(path: Path) -> None:

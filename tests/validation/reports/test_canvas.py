@@ -8,9 +8,7 @@ import pytest
 from pipeproof.reports.canvas import (
     Box,
     Drawing,
-    PictureError,
     Text,
-    check_drawable,
     figure,
     png,
     svg,
@@ -39,13 +37,7 @@ def test_an_svg_is_text_boxes_and_tooltips() -> None:
     (text,) = root.findall(f"{SVG}text")
     assert text.text == "a < b"
     assert text.attrib["text-anchor"] == "middle"
-
-
-def test_only_a_png_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert svg(DRAWING)
-    with pytest.raises(PictureError, match=r"the extra 'plot' brings: pip install 'pipeproof\[plot\]'"):
-        check_drawable()
+    assert wrap_text("one two three", width=text_width("0000000", 8) + 0.1, size=8) == ["one two", "three"]
 
 
 @pytest.mark.long
@@ -74,7 +66,3 @@ def test_no_text_leaves_the_picture(name: str) -> None:
         assert extent.x1 * points <= drawing.width
         assert 0 <= extent.y0
         assert extent.y1 * points <= drawing.height
-
-
-def test_lines_are_broken_at_spaces() -> None:
-    assert wrap_text("one two three", width=text_width("0000000", 8) + 0.1, size=8) == ["one two", "three"]

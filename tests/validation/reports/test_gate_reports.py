@@ -49,65 +49,41 @@ def test_the_status_of_a_gate(cases: Sequence[CaseResult], expected: int, status
     assert gated(*cases, expected=expected).status == status
 
 
-def test_a_gate_says_what_it_lacks() -> None:
-    short = GateResult([PASS], 3, 7, {"zb-v": "it has two stages per rank"})
-    golden(str(short))
-    golden(str(gated(PASS)))
-
-
-def test_a_hang_is_no_mere_doubt() -> None:
+def test_a_gate_says_what_it_lacks_and_what_hung() -> None:
     hung, raised = (replace(UNKNOWN, verdict=replace(UNKNOWN.verdict, ended=ended)) for ended in ("hang", "error"))
-    made = gated(PASS, hung, raised, CAUGHT)
-    golden(str(made))
+    short = GateResult([PASS], 3, 7, {"zb-v": "it has two stages per rank"})
+    golden("\n".join(map(str, (short, gated(PASS), made := gated(PASS, hung, raised, CAUGHT)))))
     assert "| **hang** |" in markdown(made)
 
 
 def test_junit_has_a_case_for_each() -> None:
     suite = ElementTree.fromstring(junit(gated(PASS, FAIL, UNKNOWN, CAUGHT, expected=5)))[0]
-    assert {name: suite.get(name) for name in ("tests", "failures", "errors", "time")} == {
-        "tests": "5",
-        "failures": "1",
-        "errors": "2",
-        "time": "1.000",
-    }
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "time")] == ["5", "1", "2", "1.000"]
     assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["error"], [], ["error"]]
     assert suite[1].get("name") == FAIL.title
     assert suite[1].get("classname") == "pipeproof.table.gpipe"
     golden(suite[1][0].text or "")
     golden(suite[4][0].get("message"))
-
-
-def test_junit_is_xml_whatever_a_rank_said() -> None:
     bad = result("unknown", failure="rank 0 raised ValueError: \x1b[31m<&\x00\ud800]]>")
-    suite = ElementTree.fromstring(junit(gated(bad)))[0]
-    golden(suite[0][0].text or "")
+    golden(ElementTree.fromstring(junit(gated(bad)))[0][0][0].text or "")
 
 
 def test_annotations_are_few_and_the_culprit_comes_first() -> None:
     many = [UNKNOWN, *(result("fail", microbatches=m) for m in (9, 3, 5, 7, 11, 13)), PASS]
     lines = annotations(gated(*many))
     assert len(lines) == 6
-    golden(lines[0])
-    golden(lines[-1])
     assert all("\n" not in line for line in lines)
-    golden("\n".join(annotations(gated(PASS, expected=2))))
+    golden("\n".join([lines[0], lines[-1], *annotations(gated(PASS, expected=2))]))
     assert annotations(gated(PASS, CAUGHT)) == []
 
 
 def test_the_summary_begins_with_what_is_no_pass() -> None:
     text = markdown(gated(PASS, FAIL))
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    golden(rows[0])
-    golden(rows[1])
-    assert rows[2].startswith("| pass |")
     golden(text)
-    fenced = result("unknown", failure="```\nx")
-    assert "````text\n" in markdown(gated(fenced))
-    long = markdown(gated(*[PASS] * 100))
-    golden(long)
+    assert "````text\n" in markdown(gated(result("unknown", failure="```\nx")))
+    golden(markdown(gated(*[PASS] * 100)))
 
 
 def test_a_planted_fault_that_is_missed() -> None:
-    assert CAUGHT.headline.endswith("is caught")
-    golden(MISSED.headline)
+    golden(f"{CAUGHT.headline}\n{MISSED.headline}")
     assert MISSED.outcome == "unknown"

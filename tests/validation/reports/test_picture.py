@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,8 @@ def panel(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | No
     return draw_trace(name, trace_of(simulate(schedule, times or Times())))
 
 
-def drawn(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | None = None) -> Drawing:
-    return picture([panel(name, ranks=ranks, microbatches=microbatches, times=times)])
+def drawn(name: str, **sizes: Any) -> Drawing:
+    return picture([panel(name, **sizes)])
 
 
 def cells(drawing: Drawing) -> dict[str, Box]:
@@ -86,13 +87,9 @@ def test_where_no_name_fits_microbatches_are_dark() -> None:
 
 
 def test_colours_stand_for_kinds_and_places() -> None:
-    boxes = cells(drawn("zb-v", microbatches=20))
-    looks: dict[str, set[tuple[Kind, bool]]] = {}
-    for name, box in boxes.items():
-        stage, kind, _ = Action.parse(name)
-        looks.setdefault(box.fill, set()).add((kind, stage >= 4))
-    assert len(looks) == 6
-    assert all(len(meant) == 1 for meant in looks.values())
+    actions = {Action.parse(name): box.fill for name, box in cells(drawn("zb-v", microbatches=20)).items()}
+    looks = {(fill, kind, stage >= 4) for (stage, kind, _), fill in actions.items()}
+    assert len(looks) == len({*actions.values()}) == 6
 
 
 def test_halves_of_a_backward_wear_bars() -> None:
@@ -137,6 +134,8 @@ def test_what_breaks_a_law_is_drawn_red() -> None:
 
 
 def test_panels_share_one_axis_and_keep_their_order() -> None:
+    with pytest.raises(AssertionError, match="share a unit"):
+        picture([draw_trace("measured", TRACE), panel("1f1b")])
     short, long = panel("1f1b", microbatches=4), panel("gpipe", microbatches=12)
     drawing = picture([short, long])
     found = words(drawing)
@@ -146,6 +145,7 @@ def test_panels_share_one_axis_and_keep_their_order() -> None:
     assert found.index(short.title) < found.index(long.title)
     idle = [box for box in drawing.boxes if box.fill == IDLE and box.width > 100]
     assert idle[0].width / idle[-1].width == pytest.approx(short.end / long.end)
+    golden(drawing.says)
 
 
 def test_measured_time_and_messages_are_drawn() -> None:
@@ -168,15 +168,6 @@ def test_what_takes_no_time_leaves_an_empty_picture() -> None:
     drawing = drawn("1f1b", times=Times(0, 0, 0))
     assert cells(drawing) == {}
     assert {"0", "rank 3"} <= set(words(drawing))
-
-
-def test_panels_in_different_units_are_no_picture() -> None:
-    with pytest.raises(AssertionError, match="share a unit"):
-        picture([draw_trace("measured", TRACE), panel("1f1b")])
-
-
-def test_a_picture_says_what_it_shows() -> None:
-    golden(drawn("1f1b").says)
 
 
 @pytest.mark.long

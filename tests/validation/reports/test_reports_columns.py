@@ -13,21 +13,18 @@ NAMED = (Column("name", 8), Column("why", 9, drop=1), Column("n", 3, right=True,
 
 
 @pytest.mark.parametrize(
-    ("width", "line"),
+    ("name", "width", "line"),
     [
-        (None, "one      because     7"),
-        (22, "one      because     7"),
-        (21, "one      because"),
-        (17, "one"),
+        ("one", None, "one      because     7"),
+        ("one", 22, "one      because     7"),
+        ("one", 21, "one      because"),
+        ("one", 17, "one"),
+        ("sixteen", 6, "sixte…"),
+        ("a/schedule.csv", 22, "a/sched… because     7"),
     ],
 )
-def test_the_least_important_column_goes_first(width: int | None, line: str) -> None:
-    assert row(NAMED, ["one", "because", "7"], width) == line
-
-
-def test_what_is_cut_says_so() -> None:
-    assert row(NAMED, ["sixteen", "because", "7"], 6) == "sixte…"
-    assert row(NAMED, ["a/schedule.csv", "because", "7"], 22) == "a/sched… because     7"
+def test_the_least_important_column_goes_before_any_is_cut(name: str, width: int | None, line: str) -> None:
+    assert row(NAMED, [name, "because", "7"], width) == line
 
 
 @pytest.mark.parametrize("width", range(17, 140))
@@ -59,9 +56,6 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
     golden(table(columns, rows, 12))
     assert table(columns, rows, 6).splitlines()[1] == "x  12"
     assert table([Column(""), Column("")], rows) == "x  too long"
-
-
-def test_a_cell_is_text_whatever_is_in_it() -> None:
     assert table([Column("")], [["[bold]x[/bold] :smile:"]]) == "[bold]x[/bold] :smile:"
 
 
@@ -86,7 +80,4 @@ def test_a_long_grid_is_in_pieces() -> None:
     rows = ["".join(line.partition(" | ")[2] + " " for line in pieces[k::3]).split() for k in (1, 2)]
     assert rows == [line.partition(" | ")[2].split() for line in whole.splitlines()], "nothing is lost"
     assert max(map(len, in_pieces(whole, 9).splitlines())) <= 9
-
-
-def test_a_sentence_in_place_of_a_grid() -> None:
     golden(in_pieces("(cannot draw: 1.5 is no whole unit of time)", 20))

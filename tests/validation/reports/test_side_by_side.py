@@ -22,12 +22,7 @@ def test_stages_of_another_size_take_their_share() -> None:
 
 
 def test_numbers_stand_side_by_side_with_their_difference() -> None:
-    lines = beside("1f1b", "gpipe").text().splitlines()
-    assert [line.split() for line in lines[:1]] == [["1f1b", "gpipe", "difference"]]
-    assert [line.split()[-4:] for line in lines[1:2]] == [["makespan", "33", "33", "0"]]
-    assert lines[4].split() == ["memory", "4", "8", "+4", "(+100.0%)"]
-    golden(lines[-1])
-    assert len(set(map(len, lines[:1] + lines[2:3]))) == 1
+    golden(beside("1f1b", "gpipe").text())
 
 
 def test_a_schedule_beside_itself_differs_in_nothing() -> None:

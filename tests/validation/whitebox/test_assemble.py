@@ -186,12 +186,6 @@ def in_halves(model: Any, microbatches: list[Any], *, fault: str) -> StepResult:
     return StepResult(gradients, losses)
 
 
-def normed_apart(model: Any, microbatches: list[Any]) -> StepResult:
-    """Each rank forms a norm for itself."""
-    gradients, losses = reduced(model, microbatches)
-    return StepResult(gradients, losses, float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm()))
-
-
 FOUR = {"dp_replicate": 2, "dp_shard": 2}
 # A wrong step, on what ranks, of what model; kind, rank, stage, microbatches and factor of its cause.
 WRONG: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
@@ -203,7 +197,6 @@ WRONG: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
     "doubled in a half": (partial(in_halves, fault="doubled"), {"fsdp": 2}, build, ("doubled", 1, 0, (3,), 2.0)),
     "more than zeros": (partial(filled, value=0.1), None, Idle, ("unexpected", None, 0, (), None)),
     "twice, beside zeros": (partial(filled, value=0.0, times=2.0), None, Idle, ("scale", None, 0, (), 2.0)),
-    "norms of each": (normed_apart, None, build, ("norm", 0, None, (), 0.682934)),
 }
 
 
@@ -220,6 +213,3 @@ def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, name: str) -> None:
         assert not cause or verdict.mismatches[0].rank == cause[1]
     if ranks == {"fsdp": 2}:
         assert not {kind for one in verdict.ruled_out for kind in one.kinds}
-    if name == "norms of each":
-        assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
-        golden(verdict.causes[0].detail, numbers=False)

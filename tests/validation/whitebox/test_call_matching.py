@@ -15,10 +15,10 @@ from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.observed import UNKNOWN_MICROBATCH, Passed
 from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.watching import Watcher
-from pipeproof.reference.data import Batch
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.crossings import find_passages
-from pipeproof.whitebox.tensor_index import Places, TensorIndex
+from pipeproof.whitebox.tensor_index import TensorIndex
+from tests.support.boundary_calls import MICROBATCHES, STAGES, batches, calls, drawn, flowing, model
 from tests.support.golden import golden
 from tests.support.two_ranks import (
     WIDTH,
@@ -33,48 +33,6 @@ from tests.support.two_ranks import (
     step,
 )
 
-MICROBATCHES, STAGES = 4, 2
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean() / MICROBATCHES
-
-
-def drawn(seed: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def batches(*, equal: bool = False) -> list[Batch]:
-    """``equal``: of equal inputs and different targets."""
-    return [Batch((drawn(0 if equal else m),), drawn(100 + m), 4) for m in range(MICROBATCHES)]
-
-
-def places(given: list[Batch]) -> tuple[Places, Places]:
-    whole = model()
-    survey = TensorIndex(whole)
-    for microbatch, batch in enumerate(given):
-
-        def train(batch: Batch = batch) -> None:
-            loss_fn(whole(*batch.inputs), batch.target).backward()  # type: ignore[no-untyped-call]
-
-        survey.watch(microbatch, batch, train)
-    return survey.places
-
-
-def calls(given: list[Batch], order: list[int]) -> dict[int, list[Call]]:
-    """Both stages' calls of a right step that takes microbatches in this order."""
-    watcher, whole = Watcher(), model()
-    for stage in whole:
-        watcher.watch(stage)
-    for number in order:
-        loss_fn(whole(*given[number].inputs), given[number].target).backward()  # type: ignore[no-untyped-call]
-    return {stage: list(watcher.calls(module) or ()) for stage, module in enumerate(whole)}
-
 
 def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
     """``call`` with other numbers everywhere but in what is to ``keep``."""
@@ -82,10 +40,6 @@ def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
     new: dict[str, list[Sketch] | dict[int, Sketch]] = {"inputs": [one], "outputs": [one]}
     new |= {name: {0: one} for name in ("output_gradients", "input_gradients", "kept")}
     return replace(call, **{name: observed for name, observed in new.items() if name not in keep})  # type: ignore[arg-type]
-
-
-def flowing(observed: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
-    return find_passages([observed], MICROBATCHES, places(given or batches()))[0]
 
 
 def forwards(flow: Passed) -> list[int]:

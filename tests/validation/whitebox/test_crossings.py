@@ -10,116 +10,49 @@ from torch import Tensor, nn
 
 from pipeproof import StepResult, watch
 from pipeproof.core.contract import Contract
-from pipeproof.core.observe.calls import Call
-from pipeproof.core.observe.observed import Crossing, Passed
-from pipeproof.core.observe.sketch import sketch
-from pipeproof.core.observe.watching import Watcher
-from pipeproof.reference.data import Batch
+from pipeproof.core.observe.observed import Crossing
 from pipeproof.whitebox import WhiteBox
-from pipeproof.whitebox.crossings import find_passages
-from pipeproof.whitebox.tensor_index import Places, TensorIndex
+from tests.support.boundary_calls import MICROBATCHES, Calls, batches, calls, drawn, flowing
 from tests.support.golden import golden
-from tests.support.steps import loss_fn, pairs
+from tests.support.steps import backward, loss_fn, pairs
 from tests.support.two_ranks import all_forward_all_backward, half, model_of, named, plain
 
-MICROBATCHES = 3
+
+def actions(order: list[int]) -> list[str]:
+    return [*map(str, flowing(calls(batches(), order))[0].actions)]
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-
-
-def batches() -> list[Batch]:
-    draw = torch.Generator().manual_seed(1)
-    return [Batch((torch.randn(2, 4, generator=draw),), torch.randn(2, 4, generator=draw), 2) for _ in range(3)]
-
-
-def places() -> tuple[Places, Places]:
-    whole = model()
-    survey = TensorIndex(whole)
-    for microbatch, batch in enumerate(batches()):
-
-        def train(batch: Batch = batch) -> None:
-            (loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES).backward()
-
-        survey.watch(microbatch, batch, train)
-    return survey.places
-
-
-def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) -> list[Call]:
-    """The calls of the whole model for these microbatches: ``change`` scales inputs, ``late`` comes into them later."""
-    watcher, whole = Watcher(), model()
-    watcher.watch(whole)
-    for number in order:
-        batch = batches()[number]
-        x = batch.inputs[0] * change
-        loss = loss_fn(whole(x), batch.target) / MICROBATCHES
-        if late is not None:
-            x.data.copy_(late)
-        loss.backward()  # type: ignore[no-untyped-call]
-    found = watcher.calls(whole)
-    assert found is not None
-    return found
-
-
-def flow(found: list[Call]) -> Passed:
-    return find_passages([{0: found}], MICROBATCHES, places())[0][0]
-
-
-def wrong(found: Passed) -> list[Crossing]:
-    return [crossing for crossing in found.crossings if not crossing.same]
+def wrong(observed: Calls) -> list[Crossing]:
+    return [crossing for flow in flowing(observed).values() for crossing in flow.crossings if not crossing.same]
 
 
 def test_calls_are_known_in_any_order() -> None:
-    found = flow(calls([2, 0, 1]))
-    assert list(map(str, found.actions)) == ["0F2", "0F0", "0F1", "0B2", "0B0", "0B1"]
-    assert [(str(action), training) for action, training in found.called] == [
-        ("0F2", True),
-        ("0F0", True),
-        ("0F1", True),
-    ]
-    assert len(found.crossings) == 4 * MICROBATCHES
-    assert all(crossing.exact for crossing in found.crossings)
-
-
-def test_a_repeated_microbatch_is_not_the_missing_one() -> None:
-    assert list(map(str, flow(calls([0, 0, 2])).actions[:3])) == ["0F0", "0F0", "0F2"]
+    order = [2, 0, 3, 1]
+    flows = flowing(calls(batches(), order))
+    assert [*map(str, flows[1].actions)] == [f"1{kind}{m}" for kind in "FB" for m in order]
+    assert [(str(action), training) for action, training in flows[1].called] == [(f"1F{m}", True) for m in order]
+    each = [4, 5]  # the first stage hands on no gradient
+    assert [len(flow.crossings) for flow in flows.values()] == [MICROBATCHES * tensors for tensors in each]
+    assert all(crossing.exact for flow in flows.values() for crossing in flow.crossings)
 
 
 def test_an_input_that_changed_before_its_backward() -> None:
-    late = batches()[2].inputs[0]
-    found = wrong(flow([*calls([0], late=late), *calls([1, 2])]))
-    assert [(str(one.action), one.observed) for one in found] == [("0B0", "microbatch 2's")]
-    golden(found[0].what)
+    def overwritten(m: int, x: Tensor) -> None:
+        x.data.copy_(drawn(2) if m == 0 else x)
+
+    (found,) = wrong(calls(batches(), [0, 1, 2, 3], between=overwritten))
+    assert (str(found.action), found.observed) == ("0B0", "microbatch 2's")
+    golden(found.what)
 
 
 def test_only_a_first_call_is_a_trial() -> None:
-    assert list(map(str, flow(calls([0, 0, 1, 2])).actions)) == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
-    assert len(flow(calls([0, 1, 2, 0, 1])).actions) == 10
-
-
-def test_a_sketch_tells_rounding_from_another_tensor() -> None:
-    one = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    near, far = one * (1 + 1e-6), one.roll(1)
-    assert sketch(near).is_like(sketch(one))
-    assert 1e-7 < sketch(near).distance(sketch(one)) < 1e-5
-    assert not sketch(far).is_like(sketch(one))
-    assert not sketch(one[:10]).is_like(sketch(one))
-    assert not sketch(torch.tensor([1, 2])).is_like(sketch(torch.tensor([2, 1])))
+    assert actions([0, 0, 1, 2, 3]) == [f"0{kind}{m}" for kind in "FB" for m in range(MICROBATCHES)]
+    assert len(actions([0, 1, 2, 3, 0, 1])) == 12
 
 
 def test_a_factor_beside_what_is_divided_later() -> None:
-    watcher, whole = Watcher(), model()
-    watcher.watch(whole)
-    for number, batch in enumerate(batches()):
-        loss = loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES
-        (loss * (32 if number == 1 else 8)).backward()
-    found = watcher.calls(whole)
-    assert found is not None
-    (crossing,) = wrong(flow(found))
-    assert crossing.really is not None
-    assert (str(crossing.action), crossing.really.factor) == ("0B1", 4.0)
+    found = wrong(calls(batches(), [0, 1, 2, 3], times=lambda m: 32 if m == 1 else 8))
+    assert {(str(one.action), one.really and one.really.factor) for one in found} == {("1B1", 4.0), ("0B1", 4.0)}
 
 
 class Scored(nn.Module):
@@ -150,11 +83,7 @@ class Near(nn.Module):
 
 def near_another(model: Any, microbatches: list[Any]) -> Any:
     near = watch(Near(model.layer, model(microbatches[3][0]).detach()))
-    losses = []
-    for x, _ in microbatches:
-        losses.append(near(x))
-        (losses[-1] / len(microbatches)).backward()
-    return near, losses
+    return near, backward(near, microbatches, by=as_it_is)
 
 
 def one_not_scaled(model: nn.Sequential, microbatches: list[Any], *, scale: float) -> StepResult:
@@ -191,10 +120,8 @@ def small(output: Tensor, target: Tensor) -> Tensor:
 
 
 def normed_while_scaled(model: nn.Module, microbatches: list[Any]) -> StepResult:
-    losses, scale = [], 2.0**10
-    for x, target in microbatches:
-        losses.append(small(model(x), target))
-        (losses[-1] * scale / len(microbatches)).backward()
+    scale = 2.0**10
+    losses = backward(model, microbatches, by=small, divisor=len(microbatches) / scale)
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     for one in gradients:
@@ -243,7 +170,7 @@ def scored() -> list[Any]:
 
 
 def flat(times: int = 1) -> list[Any]:
-    return [(*batch.inputs, batch.target) for batch in batches()] * times
+    return pairs(3, rows=2, width=4, seed=1) * times
 
 
 def wide() -> list[Any]:

@@ -11,7 +11,7 @@ from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.timeline import simulate
-from pipeproof.whitebox.handed_back import HandBackError, Operation, Operations, StepResult, understood
+from pipeproof.whitebox.handed_back import HandBackError, Operation, StepResult, through_operations, understood
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_gradients_that_go_with_no_module_are_said(modules: Any, gradients: Any,
 
 
 WANTED = [Operation("train", [1]), Operation("eval", [2])]
+Operations = Iterator[Operation]
 
 
 def through(step: Callable[[Operations], Any]) -> tuple[list[object], list[int]]:
     """What was handed back, and the operations that began."""
     begun: list[int] = []
-    operations = Operations(WANTED, begun.append, step="step")
-    return list(operations.collect(step(operations))), begun
+    return list(through_operations(step, WANTED, begun.append, step="step")), begun
 
 
 def test_each_operation_begins_when_it_is_asked_for() -> None:

@@ -57,14 +57,12 @@ class Gathered(torch.autograd.Function):
 
 def in_halves(model: Any, microbatches: list[Any], *, none: tuple[int, ...]) -> StepResult:
     """Each rank has half of the rows of ``a``; those of ``none`` hand back no gradient of its weight."""
-    rank, losses = dist.get_rank(), []
+    rank = dist.get_rank()
     rows = slice(4 * rank, 4 * rank + 4)
     half = nn.Linear(8, 4)
     half.load_state_dict({"weight": model.a.weight[rows], "bias": model.a.bias[rows]})
     half.weight.requires_grad_(model.a.weight.requires_grad)
-    for x, target in microbatches:
-        losses.append(loss_fn(model.b(torch.tanh(Gathered.apply(half(x)))), target))
-        (losses[-1] / len(microbatches)).backward()
+    losses = backward(lambda x: model.b(torch.tanh(Gathered.apply(half(x)))), microbatches)
     weight = None if rank in none else half.weight.grad
     gradients = {half.weight: (weight, rows), half.bias: (half.bias.grad, rows)}
     gradients |= {model.b.weight: model.b.weight.grad, model.b.bias: model.b.bias.grad}
@@ -75,12 +73,12 @@ def without_a_call(model: Any, microbatches: list[Any]) -> Any:
     """A weight is changed, and used by functions alone: nothing sees it before."""
     with torch.no_grad():
         model.a.weight.mul_(1.5)
-    losses = []
-    for x, target in microbatches:
+
+    def called(x: Tensor) -> Tensor:
         hidden = nn.functional.linear(x, model.a.weight, model.a.bias)
-        losses.append(loss_fn(nn.functional.linear(torch.tanh(hidden), model.b.weight, model.b.bias), target))
-        (losses[-1] / len(microbatches)).backward()
-    return model, losses
+        return nn.functional.linear(torch.tanh(hidden), model.b.weight, model.b.bias)
+
+    return model, backward(called, microbatches)
 
 
 def copied(model: Any, microbatches: list[Any], *, before: bool) -> StepResult:

@@ -14,7 +14,7 @@ from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 from tests.support.two_ranks import half, named, one_by_one
 
 WIDTH, COUNT = 8, 4
@@ -75,10 +75,6 @@ def given(change: Callable[[list[Any]], list[Any]]) -> Step:
     return lambda model, microbatches: train(own(model), change(microbatches))
 
 
-def of_one_target(microbatches: list[Any]) -> list[Any]:
-    return [(x, microbatches[0][1]) for x, _ in microbatches]
-
-
 def inputs_of(*drawn: int) -> Step:
     return given(lambda all_: [(all_[m][0], target) for m, (_, target) in zip(drawn, all_, strict=True)])
 
@@ -100,14 +96,6 @@ def replayed(model: Any, microbatches: list[Any]) -> Any:
         return kept[1].clone() if m == 2 else x
 
     return train(own(model), microbatches, change)
-
-
-def summed(model: Any, microbatches: list[Any]) -> Any:
-    """A sum in place of a mean."""
-    made = train(own(model), microbatches)
-    for parameter in made[0].parameters():
-        parameter.grad *= 6 * WIDTH
-    return made
 
 
 class Squaring(nn.Module):
@@ -140,26 +128,6 @@ def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], change: Change = 
     return step
 
 
-def begun(change: Callable[[Tensor], Tensor]) -> Step:
-    """One weight of rank 1 is changed before the step."""
-
-    def step(model: Any, microbatches: list[Any]) -> Any:
-        if dist.get_rank():
-            with torch.no_grad():
-                change(model[3][0].weight)
-        return train(own(model), microbatches)
-
-    return step
-
-
-def normed(model: Any, microbatches: list[Any]) -> Any:
-    """Rank 1 reports another norm."""
-    stage, losses = train(own(model), microbatches)
-    squares = torch.stack([p.grad.double().square().sum() for p in stage.parameters()]).sum()
-    dist.all_reduce(squares)
-    return stage, losses, squares.sqrt() * (1.5 if dist.get_rank() else 1)
-
-
 def strangely_named(model: Any, microbatches: list[Any]) -> Any:
     stage, losses = train(own(model), microbatches)
     return {f"mine.{name}": p.grad for name, p in stage.named_parameters()}, losses
@@ -188,51 +156,14 @@ class Branches(nn.Module):
 def doubled_branch(model: Any, microbatches: list[Any]) -> Any:
     """All three stages on one rank; the last one's gradients are doubled."""
     stages = [watch(stage) for stage in (model.left, model.right, model.top)]
-    losses = [loss_fn(model(x), target) for x, target in microbatches]
-    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+    losses = backward(model, microbatches)
     for parameter in model.top.parameters():
         parameter.grad *= 2
-    return stages, [loss.detach() for loss in losses]
-
-
-class Halved(nn.Module):
-    """What the first stage hands on is two streams, which the next takes for each other, or adds as they are."""
-
-    def __init__(self, layer: nn.Module, *, first: bool) -> None:
-        super().__init__()
-        self.layer, self.first = layer, first
-
-    def forward(self, x: Any, y: Any = None) -> Any:
-        made = self.layer(x)
-        return (torch.tanh(made), torch.sigmoid(made)) if self.first else made * (1 + y)
-
-
-class Chain(nn.Sequential):
-    def forward(self, x: Tensor) -> Any:
-        return self[2](self[1](*self[0](x)))
-
-
-def two_streams() -> nn.Module:
-    torch.manual_seed(0)
-    first, second, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    return Chain(Halved(first, first=True), Halved(second, first=False), last)
-
-
-def exchanged(model: Any, microbatches: list[Any]) -> Any:
-    """A stage takes its inputs for each other."""
-    first, second, last = (watch(stage) for stage in model)
-    losses = [loss_fn(last(second(*reversed(first(x)))), target) for x, target in microbatches]
-    for loss in losses:
-        (loss / len(losses)).backward()
-    return [first, second, last], [loss.item() for loss in losses]
+    return stages, losses
 
 
 def zero(*at: int) -> Step:
     return received(lambda m, x: x * 0 if m in at else x)
-
-
-def drawn_anew(weight: Tensor) -> Tensor:
-    return nn.init.normal_(weight, generator=torch.Generator().manual_seed(9))
 
 
 FAULTS = {
@@ -253,22 +184,10 @@ FAULTS = {
     "data one late": Fault(inputs_of(0, 0, 1, 2), [("swapped-data", 0, 0, (1, 2, 3))]),
     "data late from the third on": Fault(inputs_of(0, 1, 1, 2), [("swapped-data", 0, 0, (2, 3))]),
     "data twice": Fault(inputs_of(0, 0, 2, 3), [("swapped-data", 0, 0, (1,))]),
-    "one target": Fault(given(of_one_target), [("swapped-data", None, None, (1, 2, 3))]),
-    "sum for mean": Fault(summed, [("scale", None, None, ())], told=True),
     "computation, first": Fault(wrapped(0, Squaring), [("computation", 0, 0, EVERY)], told=True),
     "computation, last": Fault(wrapped(1, Squaring), [("computation", 1, 1, EVERY)], told=True),
-    "weight changed": Fault(begun(lambda weight: weight.mul_(1.5)), [("altered", 1, 1, ())]),
-    "weight rounded": Fault(begun(lambda weight: weight.copy_(weight.bfloat16().float())), [("rounded", 1, 1, ())]),
-    "weight drawn": Fault(begun(drawn_anew), [("randomness", 1, 1, ())]),
-    "norm": Fault(normed, [("report", 1, None, ())]),
-    "inputs exchanged": Fault(
-        exchanged, [("wrong-message", 0, 1, EVERY)], ["computation"], True, {"reference": two_streams, "ranks": 1}
-    ),
     "no chain": Fault(doubled_branch, [("scale", 0, 2, ())], more={"reference": Branches, "ranks": 1}),
 }
-
-
-FACTORS = {"norm": 1.5, "no chain": 2.0, "sum for mean": 48.0}
 
 
 @pytest.mark.sampled(2)
@@ -280,12 +199,10 @@ def test_each_fault_has_its_cause(whitebox: WhiteBox, name: str) -> None:
     others = [one.kind for causes in verdict.alternatives for one in causes]
     assert fault.others in (None, others)
     assert not any(one.lines for one in verdict.causes if one.kind == "scale")
-    if name in FACTORS:
-        assert verdict.causes[0].factor == pytest.approx(FACTORS[name])
+    if name == "no chain":
+        assert verdict.causes[0].factor == pytest.approx(2.0)
     if name == "noise, and one too few":
         assert verdict.law("microbatches").outcome == "fail"
-    if "weight" in name:
-        assert verdict.causes[0].parameter == "3.0.weight"
     if fault.told:
         golden(verdict.causes[0].detail, numbers=name == "noise twice")
 

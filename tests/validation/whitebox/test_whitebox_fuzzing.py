@@ -22,6 +22,7 @@ from pipeproof.worlds.world import World
 from tests.support.doubles import InThisProcess
 from tests.support.fuzzed_pipelines import PIPELINES, build, draw, loss_fn
 from tests.support.golden import golden
+from tests.support.steps import backward
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
@@ -33,14 +34,11 @@ def one_device(
     model: nn.Module, microbatches: Pairs, *, wrong: Callable[[Pairs], bool] = lambda _: False
 ) -> tuple[nn.Module, list[float]]:
     """A right step on one rank, whose gradients are doubled where it is ``wrong``."""
-    losses = []
-    for x, target in microbatches:
-        losses.append(loss := loss_fn(model(x), target))
-        (loss / len(microbatches)).backward()
+    losses = backward(model, microbatches, by=loss_fn)
     for one in model.parameters() if wrong(microbatches) else ():
         assert one.grad is not None
         one.grad.mul_(2)
-    return model, [one.item() for one in losses]
+    return model, losses
 
 
 def campaign(step: Any = one_device, *, world: World | None = None, **words: Any) -> FuzzResult:

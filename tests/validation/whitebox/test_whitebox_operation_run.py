@@ -88,14 +88,6 @@ def evaluates_unseen(run: Run, moment: str) -> None:
         run.used = run.stage.forward if moment == "before" else run.stage
 
 
-def keeps_old_weights(run: Run, moment: str) -> None:
-    """The last rank goes on with the weights that it began with."""
-    if moment == "begin":
-        run.kept = {name: one.clone() for name, one in run.stage.state_dict().items()}
-    if moment == "end" and run.operation == "train" and run.rank:
-        run.stage.load_state_dict(run.kept)
-
-
 def runs_on_a_copy(run: Run, moment: str) -> None:
     """The last rank's forwards run on a copy, which no update reaches."""
     if moment == "begin" and run.rank:
@@ -105,10 +97,6 @@ def runs_on_a_copy(run: Run, moment: str) -> None:
             own.grad, other.grad = other.grad, None
         for own, other in zip(run.stage.buffers(), run.used.buffers(), strict=True):
             own.copy_(other)
-
-
-def never_clears(run: Run, moment: str) -> bool:
-    return moment == "clear" and run.rank == 1
 
 
 def clears_between(run: Run, moment: str) -> None:
@@ -144,41 +132,14 @@ def keeps_its_data(run: Run, moment: str) -> None:
         run.microbatches = run.microbatches if run.rank else run.kept
 
 
-def loses_buffers(run: Run, moment: str) -> None:
-    """What forwards leave in buffers of the last rank is left in copies of them."""
-    if moment == "before":
-        run.kept = {name: one.clone() for name, one in run.stage.named_buffers()}
-    if moment == "after" and run.operation != "eval" and run.rank:
-        for name, one in run.stage.named_buffers():
-            one.copy_(run.kept[name])
-
-
-def updates_others(run: Run, moment: str) -> None:
-    """The optimizer holds the parameters of before the stage was copied."""
-    if moment == "begin" and run.rank:
-        run.optimizer = sgd(copy.deepcopy(run.stage))
-    if moment == "clear":
-        run.stage.zero_grad()
-
-
-def forgets_momentum(run: Run, moment: str) -> None:
-    if moment == "update" and run.rank:
-        run.optimizer = sgd(run.stage)
-
-
-def clips(run: Run, moment: str, *, alone: bool = False) -> Any:
-    """Gradients are clipped to a bound by their norm on all ranks; ``alone``: by that on each rank."""
+def clips(run: Run, moment: str) -> Any:
+    """Gradients are clipped to a bound by their norm on all ranks."""
     if moment == "update":
         run.kept = {one: None if one.grad is None else one.grad.clone() for one in run.stage.parameters()}
         size = torch.stack([one.square().sum() for one in run.kept.values() if one is not None]).double().sum()
-        if not alone:
-            dist.all_reduce(size)
+        dist.all_reduce(size)
         nn.utils.clip_grads_with_norm_(run.stage.parameters(), BOUND, size.sqrt())
     return StepResult(run.stage, run.losses, gradients=run.kept, max_norm=BOUND) if moment == "made" else None
-
-
-def clips_alone(run: Run, moment: str) -> Any:
-    return clips(run, moment, alone=True)
 
 
 def loses_the_last(run: Run, moment: str, *, lossy: int = 0) -> None:
@@ -256,19 +217,12 @@ class Fault:
 
 
 FAULTS = [
-    Fault(keeps_old_weights, "second-step", {"initial-weights"}, (2, "train", 1, 1), "stale-tensor"),
     Fault(runs_on_a_copy, "second-step", {"loss", "gradient"}, (2, "train", 1, 1), "stale-tensor"),
-    Fault(never_clears, "second-step", {"gradient"}, (2, "train", 1, 1), "stale-gradient"),
     Fault(clears_between, "accumulation", {"gradient"}, (5, "train", 1, 1), "dropped"),
-    Fault(evaluates_in_training, "eval", {"microbatches", "loss", "buffers"}, (3, "eval", 1, 1), "mode"),
     Fault(evaluation_trains, "eval", {"presence"}, (3, "eval", 0, 0), "unexpected"),
     Fault(evaluation_updates, "eval", {"updated-parameters"}, (3, "eval", 1, 1), "update"),
     Fault(accumulation_updates, "accumulation", {"updated-parameters"}, (4, "accumulate", 1, 1), "update"),
     Fault(keeps_its_data, "second-step", {"loss", "buffers", "gradient"}, (2, "train", 0, 0), "stale-tensor"),
-    Fault(loses_buffers, "buffers", {"buffers"}, (1, "train", 1, 1), "buffers"),
-    Fault(updates_others, "updated-parameters", {"updated-parameters"}, (1, "train", 1, 1), "update"),
-    Fault(forgets_momentum, "second-step", {"updated-parameters"}, (2, "train", 1, 1), "update"),
-    Fault(clips_alone, "updated-parameters", {"updated-parameters"}, (1, "train", 0, 0), "clip"),
 ]
 EVAL_FIRST, TWO = ["eval", "train"], ["accumulate", "train"]
 # In every change, beside those that are sampled.

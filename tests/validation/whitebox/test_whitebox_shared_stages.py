@@ -1,7 +1,6 @@
-"""Ranks that hold one stage: pipelines that run both ways, weights in parts, and weights that are written late."""
+"""Ranks that hold one stage: a model that nobody cut, weights in parts, and weights that are written late."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import StepResult, watch
+from pipeproof import StepResult
 from pipeproof.core.contract import Contract
 from pipeproof.whitebox import WhiteBox
 from tests.support import steps
@@ -24,93 +23,18 @@ build_model = partial(blocks, 2, width=5)
 data = partial(pairs, COUNT, rows=6, width=5, seed=1)
 
 
-def both_ways(stages: list[nn.Module], microbatches: list[Any], wrong: int | None = None) -> float:
-    """Even microbatches enter at rank 0, odd ones at rank 1; each goes through the other rank's second stage.
-
-    Both ranks know the loss of the step. ``wrong``: the microbatch that comes in at twice its size.
-    """
-    rank, total = dist.get_rank(), torch.zeros(())
-    for m, (x, target) in enumerate(microbatches):
-        if m % 2 == rank:
-            y = stages[0](2 * x if m == wrong else x)
-            dist.send(y.detach(), 1 - rank)
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, 1 - rank)
-            y.backward(gradient)
-        else:
-            received = torch.empty(6, 5)
-            dist.recv(received, 1 - rank)
-            loss = loss_fn(stages[1](received.requires_grad_()), target) / COUNT
-            loss.backward()
-            dist.send(received.grad, 1 - rank)
-            total += loss.detach()
-    dist.all_reduce(total)
-    return total.item()
+def uncut(model: Any, microbatches: list[Any], *, whole: bool) -> Any:
+    """Nobody cut the model: every rank trains all of it, and hands back all, or one stage."""
+    losses = backward(model, microbatches)
+    return model if whole else model[0], losses
 
 
-@dataclass(frozen=True)
-class BothWays:
-    """A step whose ranks have both stages; ``summed``: those whose gradients are, ``held``: those handed back.
-
-    ``wrong``: the microbatch that comes in at twice its size; ``drifts``: a weight of rank 1 differs.
-    """
-
-    watched: bool = False
-    summed: tuple[int, ...] = (0, 1)
-    held: tuple[int, ...] = (0, 1)
-    wrong: int | None = None
-    drifts: bool = False
-
-    def __call__(self, model: Any, microbatches: list[Any]) -> Any:
-        if self.drifts and dist.get_rank() == 1:
-            model[1][0].weight.data = model[1][0].weight.data * 1.01
-        stages = [watch(stage) if self.watched else stage for stage in model]
-        loss = both_ways(stages, microbatches, self.wrong)
-        for stage in self.summed:
-            for parameter in stages[stage].parameters():
-                dist.all_reduce(parameter.grad)
-        return [stages[stage] for stage in self.held], loss
-
-
-def uncut(model: Any, microbatches: list[Any]) -> Any:
-    """Nobody cut the model."""
-    return model, backward(model, microbatches)
-
-
-# A step; kind, rank, stage and parameter of its cause.
-STEPS: dict[str, tuple[Any, tuple[str, int | None, int | None, str | None] | None]] = {
-    "right": (BothWays(), None),
-    "right, watched": (BothWays(watched=True), None),
-    "not summed": (BothWays(summed=(0,)), ("not-reduced", None, 1, None)),
-    "not summed, watched": (BothWays(watched=True, summed=(0,)), ("not-reduced", None, 1, None)),
-    "a stage on all ranks": (BothWays(held=(0,)), ("partition", None, None, None)),
-    "uncut": (uncut, ("partition", None, 1, None)),
-    "a copy that drifted": (BothWays(drifts=True), ("altered", 1, 1, "1.0.weight")),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_mirrored_stages_are_replicas(whitebox: WhiteBox, name: str) -> None:
-    step, expected = STEPS[name]
+@pytest.mark.parametrize(("whole", "stage"), [(True, 1), (False, None)])
+def test_stages_on_all_ranks_are_no_pipeline_both_ways(whitebox: WhiteBox, whole: bool, stage: int | None) -> None:
+    step = partial(uncut, whole=whole)
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
-    if expected is None:
-        assert (verdict.outcome, verdict.law("replicas").checked) == ("pass", 4), verdict
-        return
     (cause,) = verdict.causes
-    assert (verdict.outcome, cause.kind, cause.rank, cause.stage) == ("fail", *expected[:3]), verdict
-    assert expected[3] in (None, cause.parameter)
-    if cause.kind == "not-reduced":
-        golden(cause.detail)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_what_is_wrong_is_on_its_microbatchs_rank(whitebox: WhiteBox, wrong: int) -> None:
-    step = BothWays(watched=True, wrong=wrong)
-    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
-    first = next(one for one in verdict.mismatches if one.law == "boundaries")
-    assert (first.rank, first.stage, first.microbatch) == (wrong % 2, 0, wrong), str(verdict)
-    assert {cause.rank for cause in verdict.causes if cause.microbatches == (wrong,)} == {wrong % 2}, str(verdict)
+    assert (verdict.outcome, cause.kind, cause.rank, cause.stage) == ("fail", "partition", None, stage), verdict
 
 
 def one_linear() -> nn.Module:

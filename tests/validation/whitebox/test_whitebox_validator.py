@@ -259,6 +259,7 @@ def test_each_wrong_step_breaks_its_laws(whitebox: WhiteBox, name: str) -> None:
     if name == "other weights":
         assert verdict.law("gradient").reasons == (Reason.EARLIER,)
         assert "1.5 times expected" in first.observed_text
+        assert [(one.kind, one.rank, one.stage) for one in verdict.causes] == [("altered", 1, 1)]
         with pytest.raises(ValidationFailed, match=r"(?s)FAIL .*initial-weights \(1 of 16"):
             verdict.raise_if_failed()
     if name == "other data, watched":

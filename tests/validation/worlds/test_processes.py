@@ -13,7 +13,7 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack_job, unpack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.validation.worlds.test_world import BOUND_S, computes_for_ever, raises, total
+from tests.validation.worlds.test_world import BOUND_S, computes_for_ever, on_rank_1, raises, total
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
 
@@ -67,10 +67,11 @@ def test_steps_are_done_until_the_last_answer_is_there(place: Processes) -> None
     assert 3 < len(done) < 60
 
 
-@pytest.mark.parametrize(("job", "ending"), [(computes_for_ever, Ending.STUCK), (raises, Ending.RAISED)])
-def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[RankContext], Any], ending: Ending) -> None:
+@pytest.mark.parametrize(("deed", "ending"), [(computes_for_ever, Ending.STUCK), (raises, Ending.RAISED)])
+def test_work_without_end_hides_no_failure(place: Processes, deed: Callable[[], Any], ending: Ending) -> None:
     started_s = time.monotonic()
-    _, culprit = answers(place, job, meanwhile=endless([]), timeout_s=BOUND_S if ending is Ending.STUCK else 60)
+    timeout_s = BOUND_S if ending is Ending.STUCK else 60
+    _, culprit = answers(place, on_rank_1, deed, meanwhile=endless([]), timeout_s=timeout_s)
     assert culprit.ending is ending
     assert time.monotonic() - started_s < 30
     assert is_sound(place)
@@ -86,7 +87,7 @@ def test_an_answer_that_comes_during_a_long_step_comes_in_time(place: Processes)
 @pytest.mark.sweep
 def test_a_step_that_raises_ends_the_run(place: Processes) -> None:
     with pytest.raises(KeyboardInterrupt):
-        answers(place, computes_for_ever, meanwhile=endless([], until=KeyboardInterrupt()))
+        answers(place, on_rank_1, computes_for_ever, meanwhile=endless([], until=KeyboardInterrupt()))
     assert is_sound(place)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,60 +121,39 @@ def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> No
         World(device="tpu")
 
 
-# Each job fails on rank 1 (on rank 0 where the name says so) and leaves the other rank waiting or done.
-def raises(context: RankContext) -> None:
-    if context.rank == 1:
-        raise BadSplit("3 layers, 4 stages")
-    dist.barrier()
+def on_rank_1(context: RankContext, deed: Callable[[], Any], awaited: bool = True) -> Any:
+    """The deed, which the other rank waits for, or has nothing to do with."""
+    made = deed() if context.rank == 1 else None
+    if awaited:
+        dist.barrier()
+    return made
+
+
+def raises() -> None:
+    raise BadSplit("3 layers, 4 stages")
 
 
 def asserts(context: RankContext) -> None:
     assert total(context) == context.rank, "a sum is no rank"
 
 
-def exits(context: RankContext) -> None:
-    if context.rank == 1:
-        os._exit(3)
-    dist.barrier()
+def crashes() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def exits_politely(context: RankContext) -> None:
-    if context.rank == 1:
-        sys.exit("enough")
+def raises_no_exception() -> None:
+    raise KeyboardInterrupt("by itself")
 
 
-def crashes(context: RankContext) -> None:
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
-
-
-def skips_alone(context: RankContext) -> None:
-    if context.rank == 1:
-        pytest.skip("not on mine")
-
-
-def raises_no_exception(context: RankContext) -> None:
-    if context.rank == 1:
-        raise KeyboardInterrupt("by itself")
-    dist.barrier()
-
-
-def returns_a_lock(context: RankContext) -> object:
-    return threading.Lock() if context.rank == 1 else None
-
-
-def computes_for_ever(context: RankContext) -> None:
-    while context.rank == 1:
+def computes_for_ever() -> None:
+    while True:
         pass
-    dist.barrier()
 
 
-def stays_in_native_code(context: RankContext) -> None:
-    if context.rank == 1:
-        import ctypes
+def stays_in_native_code() -> None:
+    import ctypes
 
-        ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock
+    ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock
 
 
 def rank_0_waits_for_a_send(context: RankContext) -> None:
@@ -182,28 +162,33 @@ def rank_0_waits_for_a_send(context: RankContext) -> None:
             dist.recv(torch.zeros(1), 1)
 
 
-FAILURES = [
-    (raises, Ending.RAISED, r"rank 1 of 2 raised .*BadSplit: 3 layers, 4 stages\n(.*\n)*.*in raises\n"),
-    (exits, Ending.DIED, r"rank 1 of 2 exited with status 3\n"),
-    (exits_politely, Ending.RAISED, r"rank 1 of 2 raised SystemExit: enough\n(.*\n)*rank 0: finished"),
-    (crashes, Ending.DIED, r"rank 1 of 2 was killed by SIGSEGV\n(.*\n)*.* in crashes\n"),
-    (skips_alone, Ending.SKIPPED, r"rank 1 of 2 skipped alone: not on mine\nrank 0: finished"),
-    (raises_no_exception, Ending.RAISED, r"rank 1 of 2 raised KeyboardInterrupt: by itself\n"),
-    (returns_a_lock, Ending.RAISED, r"rank 1 of 2 raised TypeError: its result, a lock, cannot be sent back"),
-    (computes_for_ever, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n(.*\n)*.*in computes_for_ever\n"),
-    (stays_in_native_code, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n    busy in native code\n"),
-]
+FAILURES: dict[str, tuple[Callable[[], Any], Ending, str]] = {
+    "raises": (raises, Ending.RAISED, r"raised .*BadSplit: 3 layers, 4 stages\n(.*\n)*.*in raises\n"),
+    "exits": (partial(os._exit, 3), Ending.DIED, r"exited with status 3\n"),
+    "exits politely": (partial(sys.exit, "enough"), Ending.RAISED, r"raised SystemExit: enough\n"),
+    "crashes": (crashes, Ending.DIED, r"was killed by SIGSEGV\n(.*\n)*.* in crashes\n"),
+    "skips alone": (
+        partial(pytest.skip, "not on mine"),
+        Ending.SKIPPED,
+        r"skipped alone: not on mine\nrank 0: finished",
+    ),
+    "raises no exception": (raises_no_exception, Ending.RAISED, r"raised KeyboardInterrupt: by itself\n"),
+    "returns a lock": (threading.Lock, Ending.RAISED, "raised TypeError: its result, a lock, cannot be sent back"),
+    "computes": (computes_for_ever, Ending.STUCK, r"did not finish within 1 s\n(.*\n)*.*in computes_for_ever\n"),
+    "native code": (stays_in_native_code, Ending.STUCK, r"did not finish within 1 s\n    busy in native code\n"),
+}
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("job", "ending", "told"), FAILURES, ids=[job.__name__ for job, *_ in FAILURES])
-def test_the_culprit_comes_first_and_the_next_run_is_sound(
-    world: World, job: Callable[[RankContext], Any], ending: Ending, told: str
-) -> None:
-    hangs = ending is Ending.STUCK
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_culprit_comes_first_and_the_next_run_is_sound(world: World, failure: str) -> None:
+    deed, ending, told = FAILURES[failure]
+    timeout_s, started_s = BOUND_S if ending is Ending.STUCK else 60, time.monotonic()
     with pytest.raises(RankFailed) as caught:
-        world.run(job, ranks=2, timeout_s=BOUND_S if hangs else 60)
-    assert re.match(told, str(caught.value)), str(caught.value)
+        world.run(on_rank_1, deed, ending is not Ending.SKIPPED, ranks=2, timeout_s=timeout_s)
+    said = str(caught.value).removeprefix("rank 1 of 2 ")
+    assert re.match(told, said), said
+    assert time.monotonic() - started_s < 30  # a failure does not wait for the bound
     assert caught.value.culprit == 1
     assert [report.rank for report in caught.value.reports] == [0, 1]
     assert caught.value.reports[1].ending is ending
@@ -219,13 +204,6 @@ def test_a_wait_for_what_nobody_sends_ends_with_who_waits_and_where(world: World
     assert "in rank_0_waits_for_a_send\n" in str(caught.value)
     assert str(caught.value).endswith("\nrank 1: finished")
     assert sound(world)
-
-
-def test_a_failure_does_not_wait_for_the_bound(world: World) -> None:
-    started_s = time.monotonic()
-    with pytest.raises(RankFailed, match="BadSplit"):
-        world.run(raises, ranks=2, timeout_s=60)
-    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.sweep
@@ -248,12 +226,12 @@ def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
 
 def test_bad_input_found_on_a_rank_can_be_raised_again_here(world: World) -> None:
     with pytest.raises(RankFailed) as caught:
-        world.run(raises, ranks=2)
+        world.run(on_rank_1, raises, ranks=2)
     assert isinstance(caught.value.cause, BadSplit)
     golden(str(caught.value.cause))
 
     with pytest.raises(RankFailed) as caught:
-        world.run(exits_politely, ranks=2)
+        world.run(on_rank_1, partial(sys.exit, "enough"), ranks=2)
     assert caught.value.cause is None
 
 

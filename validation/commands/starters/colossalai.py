@@ -6,6 +6,7 @@ pip install peft==0.21.2 einops psutil
 It runs as it is: a toy model, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -97,22 +98,27 @@ def microbatches() -> list[dict[str, Tensor]]:
     return [{"words": words, "labels": labels} for words, labels in drawn]
 
 
+def setup() -> tuple[Booster, Any, Any]:
+    """CHANGE 3: your plugin, your optimizer and, below, your step."""
+    options = {"precision": "fp32", "max_norm": 1.0, "custom_policy": ModelPolicy()}
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=RANKS, num_microbatches=MICROBATCHES, **options)
+    booster, model = Booster(plugin=plugin), build_model()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters()), criterion)
+    return booster, boosted, optimizer
+
+
+def train_step(data_iterator: Iterator[Any], booster: Booster, boosted: Any, optimizer: Any) -> None:
+    """Your own, as your job takes it."""
+    optimizer.zero_grad()
+    booster.execute_pipeline(data_iterator, boosted, criterion, optimizer)
+    optimizer.step()
+
+
 def my_step(model: Any, microbatches: list[Any]) -> Any:
-    """CHANGE 3: your plugin, and your step. This runs on every rank."""
-    plugin = HybridParallelPlugin(
-        tp_size=1,
-        pp_size=RANKS,
-        num_microbatches=len(microbatches),
-        precision="fp32",
-        max_norm=1.0,
-        custom_policy=ModelPolicy(),
-    )
-    booster, own = Booster(plugin=plugin), build_model()
-    boosted, optimizer, *_ = booster.boost(own, torch.optim.Adam(own.parameters()), criterion)
-    with colossalai.observe(booster, boosted, optimizer, microbatches, model) as observed:
-        optimizer.zero_grad()
-        booster.execute_pipeline(observed.data_iterator, boosted, criterion, optimizer)
-        optimizer.step()
+    """The step that is judged, on every rank."""
+    boosted = setup()
+    with colossalai.observe(*boosted, microbatches, model) as observed:
+        train_step(observed.data_iterator, *boosted)
     return observed.result()
 
 

@@ -39,11 +39,16 @@ def microbatches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(MICROBATCHES)]
 
 
-def my_step(layers: Any, microbatches: list[tuple[Tensor, Tensor]]) -> Any:
-    """CHANGE 3: your engine. This runs on every rank."""
+def setup() -> Any:
+    """CHANGE 3: your engine."""
     deepspeed.init_distributed()
     model = PipelineModule(build_layers(), num_stages=RANKS, loss_fn=loss_fn)
-    engine = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())[0]
+    return deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())[0]
+
+
+def my_step(layers: Any, microbatches: list[tuple[Tensor, Tensor]]) -> Any:
+    """The step that is judged, on every rank."""
+    engine = setup()
     with checked.observe(engine, microbatches, layers) as observed:
         engine.train_batch(observed.data_iterator)
     return observed.result()

@@ -19,6 +19,7 @@ with megatron.imports():  # your own modules that import megatron belong here, t
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -41,7 +42,7 @@ def build_model(pp: int = 1, *, first: bool = True, last: bool = True) -> Any:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )
-    ends = {"pre_process": first, "post_process": last}
+    ends = {"pre_process": first, "post_process": last, "share_embeddings_and_output_weights": True}
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=WORDS, max_sequence_length=SEQUENCE, **ends)
 
 
@@ -60,23 +61,36 @@ def microbatches() -> list[tuple[Tensor, ...]]:
     return [tuple(torch.randint(0, WORDS, (2, ROWS, SEQUENCE)).unbind()) for _ in range(4)]
 
 
-def my_step(model: Any, microbatches: list[Any]) -> Any:
-    """CHANGE 3: your layout, and your step. This runs on every rank."""
+def setup() -> tuple[Any, Any]:
+    """CHANGE 3: your layout, your optimizer and, below, your step."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    chunk = build_model(RANKS, first=first, last=last)
-    wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
-    chunk.config.finalize_model_grads_func = finalize_model_grads
-    with megatron.observe(wrapped, forward_step, microbatches, model) as observed:
-        wrapped.zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=observed.forward_step,
-            data_iterator=observed.data_iterator,
-            model=wrapped,
-            num_microbatches=len(microbatches),
-            seq_length=SEQUENCE,
-            micro_batch_size=ROWS,
-        )
+    model = build_model(RANKS, first=first, last=last)
+    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return chunk, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0), [chunk])
+
+
+def train_step(forward_step_func: Any, data_iterator: Iterator[Any], chunk: Any, optimizer: Any, count: int) -> None:
+    """Your own, as your job takes it."""
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=chunk,
+        num_microbatches=count,
+        seq_length=SEQUENCE,
+        micro_batch_size=ROWS,
+    )
+    optimizer.step()
+
+
+def my_step(model: Any, microbatches: list[Any]) -> Any:
+    """The step that is judged, on every rank."""
+    chunk, optimizer = setup()
+    with megatron.observe(chunk, forward_step, microbatches, model, optimizer) as observed:
+        train_step(observed.forward_step, observed.data_iterator, chunk, optimizer, len(microbatches))
     return observed.result()
 
 

@@ -6,6 +6,7 @@ pip install dacite datasets einops psutil pyyaml transformers triton
 It runs as it is: a toy Llama, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
 """
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,18 +59,35 @@ def microbatches() -> list[dict[str, Tensor]]:
     return [dict(zip(names, (one[:, :-1], every, one[:, 1:], every), strict=True)) for one in words]
 
 
-def my_step(model: nn.Module, microbatches: list[dict[str, Tensor]]) -> Any:
-    """CHANGE 3: your trainer, and its training_step. This runs on every rank."""
+def setup(count: int) -> Any:
+    """CHANGE 3: your trainer and, below, its training_step."""
     context = ParallelContext(tensor_parallel_size=1, pipeline_parallel_size=RANKS, data_parallel_size=1)
-    own = build_model(context)
-    optimizer = NamedOptimizer([*own.get_named_params_with_correct_tied()], torch.optim.AdamW)
-    trainer = SimpleNamespace(model=own, parallel_context=context, optimizer=optimizer, grad_accumulator=None)
-    engine, count = OneForwardOneBackwardPipelineEngine(), len(microbatches)
+    model = build_model(context)
+    return SimpleNamespace(
+        model=model,
+        parallel_context=context,
+        optimizer=NamedOptimizer([*model.get_named_params_with_correct_tied()], torch.optim.AdamW),
+        grad_accumulator=None,
+        pipeline_engine=OneForwardOneBackwardPipelineEngine(),
+        n_micro_batches_per_batch=count,
+    )
+
+
+def train_step(trainer: Any, data_iterator: Iterator[Any]) -> None:
+    """Your own, as your job takes it."""
+    model, context, count = trainer.model, trainer.parallel_context, trainer.n_micro_batches_per_batch
+    trainer.pipeline_engine.train_batch_iter(model, context.pp_pg, data_iterator, count, None)
+    sync_tied_weights_gradients(model, context, None)
+    clip_grad_norm(context.mp_pg, model.get_named_params_with_correct_tied(), 1.0, None)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def my_step(model: nn.Module, microbatches: list[dict[str, Tensor]]) -> Any:
+    """The step that is judged, on every rank."""
+    trainer = setup(len(microbatches))
     with nanotron.observe(trainer, microbatches, model) as observed:
-        engine.train_batch_iter(own, context.pp_pg, observed.data_iterator, count, None)
-        sync_tied_weights_gradients(own, context, None)
-        clip_grad_norm(context.mp_pg, own.get_named_params_with_correct_tied(), 1.0, None)
-        optimizer.step()
+        train_step(trainer, observed.data_iterator)
     return observed.result()
 
 

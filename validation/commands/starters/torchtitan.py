@@ -19,6 +19,7 @@ with torchtitan.imports():  # your own modules that import torchtitan belong her
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.distributed.utils import clip_grad_norm_
     from torchtitan.models import llama3
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -61,8 +62,8 @@ def microbatches() -> list[tuple[dict[str, Tensor], Tensor]]:
     return [({"input": one[:, :-1], "positions": positions}, one[:, 1:]) for one in words]
 
 
-def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
-    """CHANGE 3: your parallelism, and your step. This runs on every rank."""
+def setup(model: nn.Module) -> tuple[Any, ...]:
+    """CHANGE 3: your parallelism and, below, your step."""
     device = next(model.parameters()).device
     parallel_dims.device_type = device.type
     parallelism = ParallelismConfig(
@@ -73,7 +74,7 @@ def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
     )
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
-    pp_schedule, model_parts, first, last = pipeline_llm(
+    made = pipeline_llm(
         model,
         parallel_dims=dims,
         training=TrainingConfig(
@@ -88,16 +89,29 @@ def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
         parallelize_fn=llama3.parallelize_llama,
         loss_fn=loss_fn,
     )
-    tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
+    return dims, *made
+
+
+def train_step(dims: Any, pp_schedule: Any, model_parts: Any, first: bool, last: bool, microbatches: list[Any]) -> None:
+    """Your own, as your job takes it."""
+    words, positions = (torch.cat([given[name] for given, _ in microbatches]) for name in ("input", "positions"))
+    labels = torch.cat([labels for _, labels in microbatches])
+    pp_schedule.step(
+        *([words] if first else []),
+        positions=positions,
+        target=labels if last else None,
+        losses=[] if last else None,
+        loss_kwargs={"global_valid_tokens": (labels != IGNORE_INDEX).sum()},
+        return_outputs=False,
+    )
+    clip_grad_norm_([one for part in model_parts for one in part.parameters()], 1.0, pp_mesh=dims.get_mesh("pp"))
+
+
+def my_step(model: nn.Module, microbatches: list[Any]) -> Any:
+    """The step that is judged, on every rank."""
+    dims, pp_schedule, model_parts, first, last = setup(model)
     with torchtitan.observe(pp_schedule, model_parts, model) as observed:
-        pp_schedule.step(
-            arg_mbs=[(given["input"],) for given, _ in microbatches] if first else None,
-            kwarg_mbs=[{"positions": given["positions"]} for given, _ in microbatches],
-            target_mbs=[labels for _, labels in microbatches] if last else None,
-            losses=[] if last else None,
-            loss_kwargs={"global_valid_tokens": tokens},
-            return_outputs=False,
-        )
+        train_step(dims, pp_schedule, model_parts, first, last, microbatches)
     return observed.result()
 
 

@@ -45,8 +45,8 @@ def microbatches() -> list[dict[str, Tensor]]:
     return [{"input_ids": one, "attention_mask": mask, "labels": one.masked_fill(mask == 0, IGNORED)} for one in words]
 
 
-def my_step(model: Any, microbatches: list[dict[str, Tensor]]) -> Any:
-    """CHANGE 3: your stages and your schedule. This runs on every rank."""
+def setup(model: Any, microbatches: list[dict[str, Tensor]]) -> tuple[Any, Any]:
+    """CHANGE 3: your stages, your schedule and, below, your step."""
     rank = dist.get_rank()
     tokens = sum(int((one["labels"][:, 1:] != IGNORED).sum()) for one in microbatches)
 
@@ -55,14 +55,24 @@ def my_step(model: Any, microbatches: list[dict[str, Tensor]]) -> Any:
 
     stage = transformers.Stage(model, rank, RANKS)
     place = PipelineStage(stage, rank, RANKS, model.device)
-    schedule = Schedule1F1B(place, len(microbatches), loss_fn=loss_fn, scale_grads=False)
+    return stage, Schedule1F1B(place, len(microbatches), loss_fn=loss_fn, scale_grads=False)
+
+
+def train_step(stage: Any, schedule: Any, microbatches: list[dict[str, Tensor]]) -> None:
+    """Your own, as your job takes it."""
+    schedule.step(
+        arg_mbs=[(one["input_ids"],) for one in microbatches] if stage.is_first else [()] * len(microbatches),
+        kwarg_mbs=[{"attention_mask": one["attention_mask"]} for one in microbatches],
+        target_mbs=[one["labels"] for one in microbatches] if stage.is_last else None,
+        return_outputs=False,
+    )
+
+
+def my_step(model: Any, microbatches: list[dict[str, Tensor]]) -> Any:
+    """The step that is judged, on every rank."""
+    stage, schedule = setup(model, microbatches)
     with transformers.observe(schedule, [stage], model) as observed:
-        schedule.step(
-            arg_mbs=[(one["input_ids"],) for one in microbatches] if stage.is_first else [()] * len(microbatches),
-            kwarg_mbs=[{"attention_mask": one["attention_mask"]} for one in microbatches],
-            target_mbs=[one["labels"] for one in microbatches] if stage.is_last else None,
-            return_outputs=False,
-        )
+        train_step(stage, schedule, microbatches)
     return observed.result()
 
 

@@ -4,7 +4,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import reduce
 
 import torch
@@ -17,7 +16,7 @@ from pipeproof.core.observe.sketch import Sketch, sketch
 from pipeproof.core.observe.stack import Stack
 from pipeproof.pipeline.action import Kind
 from pipeproof.reference.again import Called
-from pipeproof.reference.graph import hook_first
+from pipeproof.reference.graph import hook_at, hook_first
 
 Note = Callable[[Tensor], Callable[[], None]]  # reads a gradient, and returns a function that stores the reading
 
@@ -65,7 +64,7 @@ class Flows:
         if self.first:
             hook_first(tensor, self.around(note_flow))
         else:
-            tensor.register_hook(self.around(note_flow))  # type: ignore[no-untyped-call]  # in torch
+            hook_at(tensor, self.around(note_flow))
         runs = tensor.grad_fn is not None  # its grad_fn then reports backwards that continue
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(self.around(goes_through))
@@ -77,7 +76,7 @@ class Flows:
                     note_flow(part)
                     goes_through()
 
-            tensor._base.register_hook(self.around(note_flow_behind))  # type: ignore[no-untyped-call]  # in torch
+            hook_at(tensor._base, self.around(note_flow_behind))
 
     def note_borrowed(self, tensor: Tensor, note: Note, *, handed_on: bool) -> None:
         """Note gradients into a ``tensor`` that other calls may share, within this call's backwards.
@@ -93,7 +92,7 @@ class Flows:
             elif handed_on:
                 self._early.append((backward, note(gradient)))
 
-        tensor.register_hook(self.around(note_flow))  # type: ignore[no-untyped-call]  # in torch
+        hook_at(tensor, self.around(note_flow))
 
 
 def _read_behind(tensor: Tensor) -> Callable[[Tensor], Tensor | None] | None:
@@ -116,14 +115,6 @@ def _read_behind(tensor: Tensor) -> Callable[[Tensor], Tensor | None] | None:
         return whole.as_strided(size, stride, whole.storage_offset() + start)
 
     return part_of
-
-
-class Mode(Enum):
-    """A module call's role in a training step."""
-
-    FORWARD = "forward"
-    SILENT = "without gradients"  # a probe, a metric, or a forward that a backward repeats
-    AGAIN = "recompute"  # inside a backward
 
 
 Place = tuple[bool, int]  # at a call: is it an output, and which tensor?

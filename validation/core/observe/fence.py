@@ -26,7 +26,6 @@ class Fence:
         self.broken = ""
         self._in_func = in_func
         self.compiled = False
-        self._users: Exception | None = None  # raised by user code
 
     def around(self, look: Callable[P, T]) -> Callable[P, T | None]:
         """Wrap ``look``: it never raises, and returns None after an error."""
@@ -46,25 +45,10 @@ class Fence:
                 with _outside():
                     return look(*given, **named)
             except Exception as error:  # any type: tensors may be of any kind
-                if error is self._users:
-                    raise
                 self.broken = _INSIDE_FUNC if _inside_func() else f"looking at it raised {_describe(error)}"
                 return None
 
         return fence
-
-    def of_user(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a user ``function`` that an observer calls: its errors propagate."""
-
-        @wraps(function)
-        def call(*given: P.args, **named: P.kwargs) -> T:
-            try:
-                return function(*given, **named)
-            except Exception as error:
-                self._users = error
-                raise
-
-        return call
 
 
 class Observer(Protocol):

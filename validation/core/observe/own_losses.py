@@ -11,7 +11,7 @@ the nodes and keeps nothing alive.
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -25,17 +25,21 @@ from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.core.observe.shards import InShards
 from pipeproof.core.observe.stack import Stack, own_stack
-from pipeproof.reference.graph import FAR, Edge, Node, down, is_inside_a_backward
+from pipeproof.reference.graph import FAR, Edge, Node, down, is_inside_a_backward, leaves_behind
 
 _ENGINE = "_execution_engine"  # attribute on ``Variable``: the entry for all Python backwards
 _SAID = "tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"
 _WRITES = "CopySlices"  # type of the node behind the base of a view that was written to
-_NOTED = "pipeproof: what calls gave and were given"
 _HALF = "pipeproof: a backward that was not for all came through here"
+
+# Notes at a node, each with a result's number: the modules that gave this result, were given it, computed with it as a
+# gathered weight, or gave a view of it.
+_GAVE, _GIVEN, _WEIGHT, _VIEWED = (f"pipeproof: {note}" for note in ("gave", "given", "weight", "viewed"))
 
 _CALL = nn.Module.__call__.__code__
 
 _Ends = Collection[Tensor | GradientEdge]
+_Tell = Callable[[Stack, bool], object]  # for a backward's end: its line, and whether it added gradients
 _numbers = count()
 
 
@@ -59,16 +63,16 @@ class OwnLoss:
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """Modules around one node's results, by result number: ``gave`` as output, ``given`` as input.
+class _Way:
+    """A backward's targets around call outputs: ``leaves``, and modules ``given`` as inputs or ``gathered`` as weights.
 
-    weight_of: modules that own a gathered weight. viewed: results whose views a call returned.
+    outside: modules whose outputs a loss reaches.
     """
 
-    gave: dict[int, set[int]] = field(default_factory=dict)
-    given: dict[int, set[int]] = field(default_factory=dict)
-    weight_of: set[int] = field(default_factory=set)
-    viewed: set[int] = field(default_factory=set)
+    leaves: Sequence[Tensor] = ()
+    gathered: Collection[int] = ()
+    given: Collection[int] = ()
+    outside: Collection[int] = ()
 
 
 class OwnLosses:
@@ -96,16 +100,13 @@ class OwnLosses:
             return
         own = {number for number, one in self._modules.items() if one is module}
         every = [*outputs]
-        given, gave = {*_edges(inputs)}, {*_edges(every)}
-        for node, number in _edges(one._base for one in every if one._is_view() and one._base is not None):
-            _note(node).viewed.add(number)
-        for node, number in gave:
-            _note(node).gave.setdefault(number, set()).update(own)
-        for node, number in given:
-            _note(node).given.setdefault(number, set()).update(own)
+        given, gave, weights = {*_edges(inputs)}, {*_edges(every)}, list[Edge]()
+        viewed = _edges(one._base for one in every if one._is_view() and one._base is not None)
         if any(isinstance(one, InShards) for one in module.parameters()):  # it computes with gathered weights
-            for node in _leaves(down(gave - given, lambda *edge: edge in given, FAR)[0]):
-                _note(node).weight_of.update(own)
+            weights = _leaves(down(gave - given, lambda *edge: edge in given, FAR)[0])
+        for note, edges in ((_GAVE, gave), (_GIVEN, given), (_VIEWED, viewed), (_WEIGHT, weights)):
+            for node, number in edges:
+                node.metadata.setdefault((note, number), set()).update(own)
 
     def anew(self) -> None:
         """Start another operation."""
@@ -118,33 +119,34 @@ class OwnLosses:
         _open = tuple(one for one in _open if one is not self)
         if _open or _engine is None:
             return
-        _engine.looks = False
         if vars(Variable)[_ENGINE] is _engine:
             setattr(Variable, _ENGINE, _engine.inner)
         _engine = None
 
-    def begins(self, way: "_Way") -> Callable[[Stack, bool], None]:
-        """Start a backward along ``way``, and return a function for its end: line, and whether gradients were added.
+    def begins(self, way: _Way) -> _Tell:
+        """Start a backward along ``way``, and return a function for its end.
 
         A backward within a call, without added gradients, belongs to the call and repeats with it.
         """
-        reached = [one.variable for one in way.leaves]
-        ids = {*map(id, reached)}
-        gathered = {number for one in way.leaves if _NOTED in _saved_by(one) for number in _note(one).weight_of}
-        every = self._modules.items()  # sharded parameters change before the end
-        punished = {n for n, one in every if n in gathered or any(id(own) in ids for own in one.parameters())}
-        before = {number: self._flowed(one) for number, one in every}
+        ids = {*map(id, way.leaves)}
+        every = dict(self._modules)
+        # Sharded parameters change before the end.
+        punished = {n for n, one in every.items() if any(id(own) in ids for own in one.parameters())} | {*way.gathered}
+        before = {number: self._flowed(one) for number, one in every.items()}
 
         def over(stack: Stack, adds: bool) -> None:
-            for number, flowed in before.items():
-                module, weights, given = self._modules[number], number in punished, number in way.given
+            for number, module in every.items():
+                weights, given = number in punished, number in way.given
                 if number in way.outside:
                     self.outside.setdefault(module, stack)
                 if (weights or given) and (adds or not _is_called_now(module)):
-                    apart, named = self._flowed(module) <= flowed, frozenset(weights_among(reached, module))
-                    first = self.own.get(module, OwnLoss(weights, apart, stack, given, named))
-                    apart, given, named = first.apart or apart, first.given or given, first.named | named
-                    self.own[module] = replace(first, apart=apart, given=given, named=named)
+                    first = self.own.get(module, OwnLoss(weights, False, stack))
+                    self.own[module] = replace(
+                        first,
+                        apart=first.apart or self._flowed(module) <= before[number],
+                        given=first.given or given,
+                        named=first.named | weights_among(way.leaves, module),
+                    )
 
         return over
 
@@ -161,9 +163,7 @@ def _is_called_now(module: nn.Module) -> bool:
 
 def leaves_of(loss: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that a ``loss``'s backward reaches around ``outputs``."""
-    ends = {*_edges(outputs)}
-    passed, _ = down(_edges([loss]), lambda *edge: edge in ends, FAR)
-    return [node.variable for node in _leaves(passed)]
+    return leaves_behind(_edges([loss]), {*_edges(outputs)})
 
 
 def weights_among(leaves: Iterable[Tensor], module: nn.Module) -> set[str]:
@@ -191,44 +191,26 @@ class _Engine(torch._C._ImperativeEngine):
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.looks = inner, True
+        self.inner = inner
 
     def run_backward(self, *given: Any, **named: Any) -> Any:
         """Run a backward. A nested one may repeat part of the graph: its inputs belong to no call."""
-        begin = self.inner.run_backward
-        if not self.looks or not _open:
-            return begin(*given, **named)
+        if self is not _engine:
+            return self.inner.run_backward(*given, **named)
         said = dict(zip(_SAID, given, strict=False)) | named
         # Errors before the backward's owner is known concern all.
-        begins = _open[0].fence.around(self._begins)(said, inside=is_inside_a_backward())
+        half, over = _open[0].fence.around(_begin)(said) or (False, ())
         for one in _open[1:]:
             one.fence.broken = one.fence.broken or _open[0].fence.broken
-        half, over = begins or (False, ())
         global _halves
         _halves += half
         try:
-            result = begin(*given, **named)
+            result = self.inner.run_backward(*given, **named)
         finally:
             _halves -= half
         for tell in over:
             tell(own_stack(), bool(said.get("accumulate_grad")))
         return result
-
-    def _begins(
-        self, said: Mapping[str, Any], *, inside: bool
-    ) -> tuple[bool, Sequence[Callable[[Stack, bool], object]]]:
-        """Return whether a backward continues a partial one, and functions to call at its end."""
-        if inside and not said.get("accumulate_grad"):
-            return False, ()
-        begun = [edge for edge in _edges(said["tensors"]) if _HALF not in _saved_by(edge[0])]
-        if not begun:
-            return not inside, ()
-        way = _Way.of(begun, said["tensors"], said.get("inputs", ()))
-        way = replace(way, leaves=()) if inside else way
-        if not (way.leaves or way.given or way.outside):
-            return False, ()
-        over = [(one, one.fence.around(one.begins)(way)) for one in _open]
-        return False, [one.fence.around(tell) for one, tell in over if tell is not None]
 
     @staticmethod
     def below(engine: Any) -> Any:
@@ -238,62 +220,54 @@ class _Engine(torch._C._ImperativeEngine):
         return engine
 
 
-_halves = 0  # running backwards that continue another's
-belongs_to_rank(__name__, "_halves", fresh=lambda _: 0)
+def _begin(said: Mapping[str, Any]) -> tuple[bool, Sequence[_Tell]]:
+    """Return whether a backward continues a partial one, and functions to call at its end."""
+    inside = is_inside_a_backward()
+    if inside and not said.get("accumulate_grad"):
+        return False, ()
+    begun = [edge for edge in _edges(said["tensors"]) if _HALF not in edge[0].metadata]
+    if not begun:
+        return not inside, ()
+    way = _trace(begun, said["tensors"], said.get("inputs", ()))
+    way = replace(way, leaves=(), gathered=()) if inside else way
+    if not (way.leaves or way.given or way.outside):
+        return False, ()
+    over = [(one.fence, one.fence.around(one.begins)(way)) for one in _open]
+    return False, [fence.around(tell) for fence, tell in over if tell is not None]
 
 
-def goes_on() -> bool:
-    """True during a backward that continues a partial one."""
-    return _halves > 0
+def _trace(begun: Sequence[Edge], roots: _Ends, ends: _Ends) -> _Way:
+    """Trace a backward from ``begun`` edges, called at ``roots``.
 
-
-_open: tuple[OwnLosses, ...] = ()
-_engine: _Engine | None = None  # present while any observer is open
-belongs_to_rank(__name__, "_open", fresh=lambda _: ())
-belongs_to_rank(__name__, "_engine", fresh=lambda _: None)
-belongs_to_rank(Variable, _ENGINE, fresh=_Engine.below)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A backward's targets: ``leaves`` around call outputs, and modules whose inputs (``given``) it reaches.
-
-    outside: modules whose outputs a loss reaches.
+    With ``ends`` it serves those alone; the remainder may start anywhere along it.
     """
-
-    leaves: Sequence[Node] = ()
-    given: Collection[int] = ()
-    outside: Collection[int] = ()
-
-    @staticmethod
-    def of(begun: Sequence[Edge], roots: _Ends, ends: _Ends) -> "_Way":
-        """Trace a backward from ``begun`` edges, called at ``roots``.
-
-        With ``ends`` it serves those alone; the remainder may start anywhere along it.
-        """
-        passed, gave = down(begun, _is_given, FAR)
-        # Edges below writes into views that calls returned.
-        below = (edge for node, _ in passed if type(node).__name__ == _WRITES for edge in node.next_functions[:1])
-        if written := {(n, k) for n, k in below if _NOTED in _saved_by(n) and k in _note(n).viewed}:
-            passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
-        single = (root for root in roots if isinstance(root, Tensor) and root.numel() == 1)  # possible losses
-        losses = [edge for edge in _edges(single) if not _is_given(*edge)]
-        _, summed = down(losses, _is_given, FAR) if losses != [*begun] else ((), gave)
-        if ends:
-            for node, _ in down(gave, lambda node, _: _HALF in _saved_by(node), FAR)[0]:
-                _saved_by(node)[_HALF] = True
-            passed &= {*_edges(ends)}
-        noted = (_note(node).given.get(number, ()) for node, number in passed if _NOTED in _saved_by(node))
-        outside = (_note(node).gave.get(number, ()) for node, number in summed if _NOTED in _saved_by(node))
-        return _Way(_leaves(passed), set().union(*noted), set().union(*outside))
+    passed, gave = down(begun, _is_given, FAR)
+    # Edges below writes into views that calls returned.
+    below = (edge for node, _ in passed if type(node).__name__ == _WRITES for edge in node.next_functions[:1])
+    if written := {(node, number) for node, number in below if (_VIEWED, number) in node.metadata}:
+        passed, gave = down(begun, lambda *edge: edge in written or _is_given(*edge), FAR)
+    single = (root for root in roots if isinstance(root, Tensor) and root.numel() == 1)  # possible losses
+    losses = [edge for edge in _edges(single) if not _is_given(*edge)]
+    _, summed = down(losses, _is_given, FAR) if losses != [*begun] else ((), gave)
+    if ends:
+        for node, _ in down(gave, lambda node, _: _HALF in node.metadata, FAR)[0]:
+            node.metadata[_HALF] = True
+        passed &= {*_edges(ends)}
+    leaves = [node.variable for node, _ in _leaves(passed)]
+    return _Way(leaves, _noted(_WEIGHT, passed), _noted(_GIVEN, passed), _noted(_GAVE, summed))
 
 
 def _is_given(node: Node, number: int) -> bool:
-    return _NOTED in _saved_by(node) and number in _note(node).gave
+    return (_GAVE, number) in node.metadata
 
 
-def _leaves(edges: Iterable[Edge]) -> list[Node]:
-    return [node for node, _ in edges if hasattr(node, "variable")]
+def _noted(note: str, edges: Iterable[Edge]) -> set[int]:
+    """Modules with this note at any of ``edges``."""
+    return set().union(*(node.metadata.get((note, number), ()) for node, number in edges))
+
+
+def _leaves(edges: Iterable[Edge]) -> list[Edge]:
+    return [edge for edge in edges if hasattr(edge[0], "variable")]
 
 
 def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Edge]:
@@ -307,11 +281,15 @@ def _edges(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Edge]:
                 yield get_gradient_edge(one).node, 0
 
 
-def _saved_by(node: Node) -> dict[str, Any]:
-    kept: dict[str, Any] = node.metadata
-    return kept
+_halves = 0  # running backwards that continue another's
+_open: tuple[OwnLosses, ...] = ()
+_engine: _Engine | None = None  # present while any observer is open
+belongs_to_rank(__name__, "_halves", fresh=lambda _: 0)
+belongs_to_rank(__name__, "_open", fresh=lambda _: ())
+belongs_to_rank(__name__, "_engine", fresh=lambda _: None)
+belongs_to_rank(Variable, _ENGINE, fresh=_Engine.below)
 
 
-def _note(node: Node) -> _Noted:
-    found: _Noted = _saved_by(node).setdefault(_NOTED, _Noted())
-    return found
+def goes_on() -> bool:
+    """True during a backward that continues a partial one."""
+    return _halves > 0

@@ -30,6 +30,7 @@ from pipeproof.core.observe.recording import (
 )
 from pipeproof.core.observe.wrappers import AroundStage
 from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.reference.graph import hook_at
 
 if TYPE_CHECKING:
     from pipeproof.pipeline.stage import Goal, Stage
@@ -126,8 +127,7 @@ class RecordedStage(AroundStage):
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 # A tensor hook sees gradients from any backward.
-                flowed = self.fence.around(partial(self._on_flow, microbatch, number))
-                tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+                hook_at(tensor, self.fence.around(partial(self._on_flow, microbatch, number)))
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         return self._differentiate(microbatch, gradients, whole=True)

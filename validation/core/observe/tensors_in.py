@@ -4,9 +4,8 @@ Also reports hidden ones: in user objects, sparse tensors, or module attributes.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -87,22 +86,13 @@ def _inside(leaf: object) -> Iterator[object]:
         yield from found
 
 
-def _members(leaf: object) -> Iterator[object]:
-    """Yield an object's members, including slots and containers."""
-    if isinstance(leaf, Tensor | nn.Module | type):
-        return
-    yield from getattr(leaf, "__dict__", {}).values()
-    for one in type(leaf).__mro__:
-        slots = one.__dict__.get("__slots__", ())
-        names = [slots] if isinstance(slots, str) else slots
-        for name in names:
-            private = name.startswith("__") and not name.endswith("__")  # Python mangles it
-            yield getattr(leaf, f"_{one.__name__.lstrip('_')}{name}" if private else name, None)
-    if isinstance(leaf, Mapping):
-        yield from leaf.values()
-    elif isinstance(leaf, list | tuple | set | frozenset):
-        yield from leaf
-    elif isinstance(leaf, FunctionType):
-        yield from gc.get_referents(*(leaf.__closure__ or ()))
-    elif isinstance(leaf, partial | MethodType | Iterator):  # iterators are excluded: reading consumes them
-        yield from gc.get_referents(leaf)
+def _members(leaf: object) -> Iterable[object]:
+    """Return an object's members, in attributes, slots and containers, as garbage collection sees them.
+
+    So nothing of the user's runs, and no iterator is read, which would consume it.
+    """
+    if isinstance(leaf, Tensor | nn.Module | ModuleType | type):
+        return ()
+    if isinstance(leaf, FunctionType):  # its globals are no part of it
+        return *gc.get_referents(*(leaf.__closure__ or ())), *vars(leaf).values()
+    return gc.get_referents(leaf)

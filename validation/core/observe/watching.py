@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeproof.core.observe.as_they_came import AsTheyCame
 from pipeproof.core.observe.backward_lines import backward_stack
-from pipeproof.core.observe.calls import Call, Flows, Mode, Note
+from pipeproof.core.observe.calls import Call, Flows, Note
 from pipeproof.core.observe.elements import version
 from pipeproof.core.observe.fence import Fence
 from pipeproof.core.observe.hook import Hook
@@ -32,7 +32,7 @@ from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
 from pipeproof.reference.again import Called, repeats
 from pipeproof.reference.generators import Generator, generators_in
-from pipeproof.reference.graph import is_inside_a_backward
+from pipeproof.reference.graph import hook_at, is_inside_a_backward
 
 Module = TypeVar("Module", bound=nn.Module)
 Keep = Callable[[Tensor], Tensor]
@@ -43,7 +43,6 @@ class Watched:
     """A module with its calls, calls that a backward may still repeat, and its DDP wrapper."""
 
     module: nn.Module
-    when: Callable[[], bool]
     fence: Fence
     calls: list[Call] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
@@ -98,9 +97,9 @@ class Watcher:
         """Hook ``module`` once. Calls count while ``when`` holds."""
         if id(module) not in self._watched:
             fence = Fence(in_func=False)
-            self._watched[id(module)] = Watched(module, fence.of_user(when or (lambda: True)), fence)
+            self._watched[id(module)] = Watched(module, fence)
             first = self._linked  # else a repeated call would apply other hooks to its inputs twice
-            entered, called = (Hook(module, fence.around(one)) for one in (self._on_enter, self._on_call))
+            entered, called = (Hook(module, fence.around(one), when) for one in (self._on_enter, self._on_call))
             self._hooks.append(module.register_forward_pre_hook(entered, prepend=first, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(called, with_kwargs=True))
             self._hooks += self._came.before_hooks_of(module, fence)
@@ -195,8 +194,6 @@ class Watcher:
 
     def _on_enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         watched, calling = self._watched[id(module)], DistributedDataParallel._active_ddp_module
-        if not watched.when():
-            return
         if calling is not None and any(part is module for part in calling.modules()):
             watched.replicas = calling
         inputs = tensors_in((arguments, named))  # read now: the module may change them in place
@@ -214,15 +211,13 @@ class Watcher:
         self._entering[get_ident()].append(CallEntry(call, inputs, [version(tensor) for tensor in inputs], kept))
 
     def _on_call(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        watched, mode = self._watched[id(module)], Mode.AGAIN if is_inside_a_backward() else Mode.FORWARD
-        if not watched.when():
-            return
-        mode = mode if torch.is_grad_enabled() else Mode.SILENT
+        watched, silent = self._watched[id(module)], not torch.is_grad_enabled()
+        repeats_one = is_inside_a_backward() and not silent
         call, given, versions, kept = self._entering[get_ident()].pop()
         inputs = tensors_in((arguments, named)) if call.again is None else given
         outputs = tensors_in(result)
         modes = {part.training for part in module.modules()}
-        call.training, call.mixed, call.silent = True in modes, len(modes) > 1, mode is Mode.SILENT
+        call.training, call.mixed, call.silent = True in modes, len(modes) > 1, silent
         call.outputs, call.began = list(map(sketch, outputs)), next(self._times)
         if call.again is not None:  # note the flow into one tensor once
             call.repeated, call.given_again = repeats(outputs), frozenset(call.again.repeated)
@@ -230,17 +225,17 @@ class Watcher:
         needing = {k: one for k, one in enumerate(inputs) if one.requires_grad and k not in call.given_again}
         giving = {k: one for k, one in enumerate(outputs) if one.requires_grad and k not in call.repeated}
         call.needing, call.giving = frozenset(needing), frozenset(giving)
-        if mode is Mode.AGAIN:
+        if repeats_one:
             if (original := watched.original(call)) is None:
                 return  # a checkpoint whose forward carried gradients: they pass through that call
             call = original
         else:
             watched.calls.append(call)
-        if mode is Mode.SILENT:
+        if silent:  # a probe, a metric, or a forward that a backward repeats
             watched.waiting.append(call)
             return
         parts = [one for one in leaves_in(result, InShards) if one.requires_grad]
-        if mode is Mode.FORWARD:
+        if not repeats_one:
             self._did("forward", watched, sum(not one.silent for one in watched.calls))
             unchanged = {k: tensor for k, tensor in enumerate(inputs) if version(tensor) == versions[k]}
             self._look_again(watched.fence, call, unchanged, giving)
@@ -262,7 +257,7 @@ class Watcher:
             alive = {number: tensor for number, reference in needed.items() if (tensor := reference()) is not None}
             call.kept.update({number: sketch(tensor, known=call.inputs[number]) for number, tensor in alive.items()})
 
-        made[0].register_hook(fence.around(begins))  # type: ignore[no-untyped-call]  # in torch
+        hook_at(made[0], fence.around(begins))
 
     def _follow(
         self,

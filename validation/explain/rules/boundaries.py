@@ -21,7 +21,6 @@ from pipeproof.core.observe.recording import (
     OUTPUT,
     RECEIVED,
     USED,
-    Point,
 )
 from pipeproof.core.tolerance import scalar_error
 from pipeproof.explain.divergence import Divergence
@@ -151,10 +150,11 @@ def _refine(one: Divergence, evidence: Evidence, proved: Callable[[], Sequence[C
     if point.where in (MADE, HANDED_ON) and evidence.beside is not None and evidence.beside.draws:
         return "randomness", f"{one.what.text}; the model draws random numbers, and others may have given this"
     if point.where in (GIVEN, USED) and not point.stage:
-        boundaries = evidence.played[number].boundaries
-        every = [next(iter(tensors.get(Point(0, m, point.where), ())), None) for m in range(len(boundaries))]
+        first = [at for at in evidence.played[number].tensors if (at.stage, at.where) == (0, GIVEN)]
+        every = [next(iter(tensors.get(at._replace(where=point.where), ())), None) for at in first]
         given = [tensor.flatten() for tensor in every if tensor is not None]
-        right = [one.inputs[0][0].flatten() for one in boundaries]
+        own = [evidence.played[number].tensors[at][0] for at in first]
+        right = [tensor.flatten() for tensor in own if tensor is not None]
         apart = len(given) == len(right) and not all(map(torch.equal, given, right))
         if apart and torch.equal(torch.cat(given).sort().values, torch.cat(right).sort().values):
             return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"

@@ -208,15 +208,9 @@ def _candidates(evidence: Evidence, right: float, rank: int | None) -> Iterator[
     by_stage = {s: _root(size for (own, _), size in sizes.items() if own == s) for s in range(evidence.stages)}
     ranks = {*evidence.placement}
     by_rank = [_root(by_stage[s] for s in by_stage if evidence.placement[s] == one) for one in sorted(ranks)]
-    own, whole = {site for site in evidence.gradients if evidence.placement[site[0]] == rank}, True
-    if evidence.members is not None:  # by sites, or by name
-        by_name = {name: (stage, name) for stage, name in reversed([*evidence.gradients])}
-        held = [(name, one) for name, every in evidence.members.held.items() for one in every if one.rank == rank]
-        whole = all(one.where is None for _, one in held)
-        sites = [((one.stage, name), by_name[name]) for name, one in held]
-        own = {site if site in evidence.gradients else other for site, other in sites}
-    if rank is not None and whole:  # a value that all ranks share is no rank's own
-        yield Candidate(f"that of rank {rank}'s gradients alone", _root(sizes.get(site, 0.0) for site in own))
+    if rank is not None and evidence.members is None:  # a value that all ranks share is no rank's own
+        own = (size for (stage, _), size in sizes.items() if evidence.placement[stage] == rank)
+        yield Candidate(f"that of rank {rank}'s gradients alone", _root(own))
     for stage, size in by_stage.items():
         at = stage if len(by_stage) > 1 else None  # of the only one, that is no place
         yield Candidate(f"that without stage {stage}'s gradients", math.sqrt(max(0.0, right**2 - size**2)), stage=at)

@@ -15,7 +15,7 @@ from pipeproof.core.replicas import Replicas
 from pipeproof.core.tolerance import error
 from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.limits import ALIKE, CLOSE
-from pipeproof.explain.members import Copy, Makeup, Members
+from pipeproof.explain.members import Copy, Members, are_alike
 from pipeproof.explain.microbatch_weights import faults_in_counts
 from pipeproof.explain.rules.attributed import first_of_backward, other_forward
 from pipeproof.explain.rules.places import at, name_ranks
@@ -36,12 +36,12 @@ def explain_shared(evidence: Evidence) -> list[Cause]:
         if not apart or any(map(evidence.differs, ("loss", "presence"))):
             return []
     made = evidence.makeups
-    wrong = {name: one for name, one in made.items() if not one.right}
+    wrong = {name: copies for name, copies in made.items() if not all(one.right for one in copies)}
     found = _not_reduced(wrong, evidence, members) or _of_ranks(wrong, evidence) or _find_misplaced(wrong, evidence)
-    sizes = {name: max(float(copy.observed.norm()) for copy in one.copies) for name, one in made.items()}
+    sizes = {name: max(float(one.observed.norm()) for one in copies) for name, copies in made.items()}
     causes = []
     for cause, names in found.items():
-        own = [name for name, one in made.items() if any(copy.stage == cause.stage for copy in one.copies)]
+        own = [name for name, copies in made.items() if any(one.stage == cause.stage for one in copies)]
         faint = CLOSE * max(sizes.values())
         whole = own and all(name in names or sizes[name] < faint for name in own)  # of a whole stage, none by name
         others = f"; also: {first_few(names[1:])}" if len(names) > 1 and not whole else ""
@@ -62,15 +62,15 @@ def list_apart(evidence: Evidence) -> Sequence[str]:
     return (*first_of_backward(evidence), text)
 
 
-def _not_reduced(wrong: Mapping[str, Makeup], evidence: Evidence, members: Members) -> Found:
+def _not_reduced(wrong: Mapping[str, Sequence[Copy]], evidence: Evidence, members: Members) -> Found:
     """Find copies with their rank's microbatches, or partial sums, without other ranks'."""
     found, parts = Found(), set[str]()
-    for name, made in wrong.items():
-        odd = {(copy.rank, copy.stage): copy for copy in made.copies if not copy.right}
-        detail = _lacking(made, members.replicas)
+    for name, copies in wrong.items():
+        odd = {(copy.rank, copy.stage) for copy in copies if not copy.right}
+        detail = _lacking(copies, members.replicas)
         kinds: Sequence[str] = ("not-reduced",)
         if not detail:
-            kinds, detail = _find_unsummed(made.copies, members.replicas)
+            kinds, detail = _find_unsummed(copies, members.replicas)
             parts.add(name)
         for kind in kinds:
             cause = Cause(kind, stage=None if kind == "tied-not-summed" else min(odd)[1], detail=detail)
@@ -78,13 +78,13 @@ def _not_reduced(wrong: Mapping[str, Makeup], evidence: Evidence, members: Membe
     return _first_of_flow(found, parts, evidence)
 
 
-def _lacking(made: Makeup, replicas: Replicas) -> str:
+def _lacking(copies: Sequence[Copy], replicas: Replicas) -> str:
     """Say which rank lacks which microbatches; empty if copies differ in more."""
-    odd = [(copy.rank, counts) for copy, counts in zip(made.copies, made.counts, strict=True) if not copy.right]
+    odd = [(copy.rank, copy.counts) for copy in copies if not copy.right]
     if any(counts is None or len(counts) < replicas.microbatches for _, counts in odd):
         return ""
     there = {rank: {m for m, c in enumerate(counts or ()) if c} for rank, counts in odd}
-    every = {*range(replicas.microbatches)} if len(odd) < len(made.copies) else set().union(*there.values())
+    every = {*range(replicas.microbatches)} if len(odd) < len(copies) else set().union(*there.values())
     distinct = {frozenset(some) for some in there.values()}
     each = sum(map(len, distinct)) == len(every)
     own = there if each else {rank: {*replicas.share(rank)} & every for rank in there}
@@ -168,18 +168,18 @@ def _first_of_flow(found: Found, parts: set[str], evidence: Evidence) -> Found:
     return kept
 
 
-def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
+def _of_ranks(wrong: Mapping[str, Sequence[Copy]], evidence: Evidence) -> Found:
     """Faults of single ranks, if copies or shards differ and all their counts are known."""
-    known = all(count is not None for made in wrong.values() for count in made.counts)
-    alike = all(made.alike for made in wrong.values())
+    known = all(copy.counts is not None for copies in wrong.values() for copy in copies)
+    alike = all(map(are_alike, wrong.values()))
     sites = evidence.wrong("gradient", "presence", "replicas")
     if not known or alike or evidence.alike or evidence.left_out or any(name not in wrong for _, name in sites):
         return {}
     assert evidence.right is not None, "asked for only where it is known what is expected"
     places: dict[tuple[str, Cause], set[tuple[int, int]]] = {}
-    for name, made in wrong.items():
-        for copy, counts in zip(made.copies, made.counts, strict=True):
-            for fault in faults_in_counts(evidence.right.update, dict(enumerate(counts or ())), ALIKE):
+    for name, copies in wrong.items():
+        for copy in copies:
+            for fault in faults_in_counts(evidence.right.update, dict(enumerate(copy.counts or ())), ALIKE):
                 places.setdefault((name, replace(fault, stage=copy.stage)), set()).add((copy.rank, copy.stage))
     found = Found()
     for (name, cause), some in places.items():
@@ -187,11 +187,11 @@ def _of_ranks(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
     return found
 
 
-def _find_misplaced(wrong: Mapping[str, Makeup], evidence: Evidence) -> Found:
+def _find_misplaced(wrong: Mapping[str, Sequence[Copy]], evidence: Evidence) -> Found:
     """Shards equal to the expected shard of another rank."""
     found = Found()
-    for name, made in wrong.items():
-        for one, other in permutations(made.copies, 2):
+    for name, copies in wrong.items():
+        for one, other in permutations(copies, 2):
             shape = one.observed.shape == other.expected.shape and one.where != other.where
             if shape and not one.right and error(one.observed, other.expected) < ALIKE:
                 cause = Cause("misplaced", stage=one.stage, detail=f"it is the part that rank {other.rank} should have")

@@ -8,7 +8,6 @@ from torch import Tensor
 from pipeproof.core.cause import Cause, join_numbers
 from pipeproof.core.observe.likeness import PARAMETER, Label
 from pipeproof.core.observe.recording import Point, Site
-from pipeproof.core.old_weights import find_old_weights
 from pipeproof.core.tolerance import agrees
 from pipeproof.core.verdict import Mismatch
 from pipeproof.explain.evidence import Evidence, RightOperation
@@ -67,7 +66,7 @@ def stale(evidence: Evidence) -> list[Cause]:
 
 def old_weights(evidence: Evidence) -> list[Cause]:
     """Find stages that computed with an earlier operation's weights."""
-    found = find_old_weights(evidence)
+    found = evidence.old_weights
     if found is None:
         return []
     when = f"operation {found.operation}" if found.operation else "the last checked step that was bit for bit"

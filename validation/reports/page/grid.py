@@ -6,8 +6,7 @@ Columns and states come from here, lengths and colours from ``templates/grid.htm
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from itertools import chain, count
 from typing import Literal
 
 from pipeproof.core.cause import OF_MICROBATCHES, Cause
@@ -86,154 +85,124 @@ class Placed:
         ]
 
 
-@dataclass(frozen=True)
 class Grid:
     """``verdict``'s run as a grid. A column is one action: it shows order, not time.
 
-    Cells are numbered from ``first`` on.
+    Cells are numbered from ``first`` on. ``rows``: actions by rank. ``cells``: all of them, rank by rank. ``numbers``:
+    of each cell, by rank and column. ``arrows``: wrong messages, observed and expected.
     """
 
-    verdict: Verdict
-    ran: Ran
-    first: int = 0
-
-    @cached_property
-    def rows(self) -> tuple[tuple[Placed, ...], ...]:
-        """Actions by rank."""
-        own = self._culprits
-        return tuple(
-            tuple(self._place(done, rank, column, own) for done, column in zip(row, self._columns[rank], strict=True))
-            for rank, row in enumerate(self.ran.ranks)
+    def __init__(self, verdict: Verdict, ran: Ran, first: int = 0) -> None:
+        self.verdict, self.ran, self.first = verdict, ran, first
+        every = [(rank, done) for rank, row in enumerate(ran.ranks) for done in row]
+        self._made_wrong = {done.action for _, done in every if _is_wrong(_outputs_of(done))}
+        self._through = _results_downstream(
+            verdict.measured.of("loss") + verdict.measured.of("gradient"), ran.operation
         )
+        # A wrong action follows from others only where these are known to be wrong: so that is known first.
+        culprits = {name for cause in verdict.causes for name in self._culprits(cause, every)}
+        self.rows = [
+            [
+                Placed(done, rank, column, *self._state(done, culprits))
+                for done, column in zip(row, columns, strict=True)
+            ]
+            for rank, (row, columns) in enumerate(zip(ran.ranks, self._columns(), strict=True))
+        ]
+        self.cells = [*chain.from_iterable(self.rows)]
+        self.numbers = {(one.rank, one.column): number for number, one in enumerate(self.cells, first)}
+        self.width = 1 + max((one.column for one in self.cells), default=-1)
+        self.arrows = tuple(dict.fromkeys(self._arrows()))
 
-    @cached_property
-    def cells(self) -> list[Placed]:
-        """All cells, rank by rank."""
-        return [*chain.from_iterable(self.rows)]
-
-    @cached_property
-    def numbers(self) -> Mapping[tuple[int, int], int]:
-        """Number of each cell, by rank and column."""
-        return {(one.rank, one.column): number for number, one in enumerate(self.cells, self.first)}
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return 1 + max((one.column for one in self.cells), default=-1)
-
-    @cached_property
-    def arrows(self) -> tuple[Arrow, ...]:
-        """Wrong messages: observed and expected."""
+    def _arrows(self) -> Iterator[Arrow]:
         where = {one.done.action: (one.rank, one.column) for one in self.cells}
-        found = []
         for one in (one for one in self.cells if one.state == "culprit"):
-            for sight in (sight for sight in one.done.sights if sight.agrees is False and sight.really):
+            for sight in (sight for sight in one.wrong if sight.really):
                 for name, expected in ((sight.really, False), (sight.expected, True)):
                     start = next((where[each] for each in _spellings(name) if each in where), None)
                     if start is not None and start[1] < one.column:  # an arrow needs an earlier start
-                        found.append(Arrow(start, (one.rank, one.column), expected))
-        return tuple(dict.fromkeys(found))
+                        yield Arrow(start, (one.rank, one.column), expected)
 
-    @cached_property
     def _columns(self) -> list[list[int]]:
         """Place each action in the earliest column after its sources, if these ran."""
         ranks, every = self.ran.ranks, {done.action for row in self.ran.ranks for done in row}
         needs = [[self._needs(done) & every for done in row] for row in ranks]
         found: list[list[int]] = [[] for _ in ranks]
         ended: dict[str, int] = {}
-        for column in range(sum(map(len, ranks))):
-            heads = [(rank, len(found[rank])) for rank, row in enumerate(ranks) if len(found[rank]) < len(row)]
-            ready = [
-                (rank, slot)
-                for rank, slot in heads
-                if all(ended.get(name, column) < column for name in needs[rank][slot])
-            ]
-            for rank, slot in ready or heads:  # an action that would wait for ever ran all the same
-                found[rank].append(column)
-                ended.setdefault(ranks[rank][slot].action, column)
+        for column in count():
+            heads = [(rank, len(own)) for rank, own in enumerate(found) if len(own) < len(ranks[rank])]
             if not heads:
-                break
-        return found
+                return found
+            free = [(rank, k) for rank, k in heads if all(ended.get(name, column) < column for name in needs[rank][k])]
+            for rank, k in free or heads:  # an action that would wait for ever ran all the same
+                found[rank].append(column)
+                ended.setdefault(ranks[rank][k].action, column)  # who waits for what ran twice needs the first
+        raise AssertionError("each column has an action")
 
     def _needs(self, done: Done) -> set[str]:
         """Sources for an action: received tensors, if known to differ from the expected ones."""
-        came = [(sight.really, sight.expected) for sight in done.sights if sight.really and not sight.agrees]
-        last = len(self.ran.placement) - 1
+        came = [sight for sight in done.sights if sight.really and not sight.agrees]
+        stage, microbatch, expected = done.stage, done.microbatch, set[str]()
         if done.kind is Kind.FORWARD:
-            expected = {f"{done.stage - 1}F{done.microbatch}"}
+            expected = {f"{stage - 1}F{microbatch}"}
         elif done.kind in _BACK:
-            above = f"{done.stage + 1}B{done.microbatch}"
-            expected = {f"{done.stage}F{done.microbatch}"} if done.stage == last else {*_spellings(above)}
+            last = stage == len(self.ran.placement) - 1
+            expected = {f"{stage}F{microbatch}"} if last else {*_spellings(f"{stage + 1}B{microbatch}")}
+        # What did not come was not waited for; what came in its place was.
+        expected -= {name for sight in came for name in _spellings(sight.expected)}
+        return expected | {name for sight in came for name in _spellings(sight.really)}
+
+    def _culprits(self, cause: Cause, every: Sequence[tuple[int, Done]]) -> Iterator[str]:
+        """Actions that a cause names; for a stage and a microbatch, the first wrong ones."""
+        at = [done for rank, done in every if _is_at(done, rank, cause)]
+        wrong = [done for done in at if _is_wrong(done.sights)]
+        if cause.action is not None:
+            found = wrong or at
+        elif not wrong and cause.kind in OF_MICROBATCHES:  # crossings are right: the sums are not
+            found = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
         else:
-            expected = set()
-        not_come = {name for _, expected_name in came for name in _spellings(expected_name)}
-        return (expected - not_come) | {name for really, _ in came for name in _spellings(really)}
+            found = [done for done in wrong if not self._follows(done)] or wrong
+        return (done.action for done in found)
 
-    @cached_property
-    def _culprits(self) -> Collection[str]:
-        """Actions named by causes; for a stage and a microbatch, the first wrong ones."""
-        named = set[str]()
-        for cause in self.verdict.causes:
-            at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
-            wrong = [done for done in at if _is_wrong(done.sights)]
-            if cause.action is not None:
-                found = wrong or at
-            elif not wrong and cause.kind in OF_MICROBATCHES:  # crossings are right: the sums are not
-                found = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
-            else:
-                found = [done for done in wrong if not self._follows(done)] or wrong
-            named |= {done.action for done in found}
-        return named
-
-    def _place(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
+    def _state(self, done: Done, culprits: Collection[str]) -> tuple[State, str, str]:
+        """How an action went, the colour of its largest error, and a remark on its tensors."""
+        wrong = [sight for sight in done.sights if sight.agrees is False]
         if done.action in culprits:
-            wrong = [sight for sight in done.sights if sight.agrees is False]
             besides = "" if wrong or not done.sights else "what passed here is right, and what was done with it is not"
-            step = _worst(wrong or done.sights) or ("w4" if wrong else "")
-            return Placed(done, rank, column, "culprit", step, besides)
-        if _is_wrong(done.sights):
-            step = _worst([sight for sight in done.sights if sight.agrees is False]) or "w4"
-            return Placed(done, rank, column, "consequence" if self._follows(done) else "wrong", step)
+            return "culprit", _worst(wrong or done.sights) or "w4" * bool(wrong), besides
+        if wrong:
+            return "consequence" if self._follows(done) else "wrong", _worst(wrong) or "w4", ""
         outputs = _outputs_of(done)
         if outputs and all(sight.agrees for sight in outputs):
-            return Placed(done, rank, column, "right", _worst(outputs) or _worst(done.sights) or "a0")
+            return "right", _worst(outputs) or _worst(done.sights) or "a0", ""
+        if done.sights:
+            return "not compared", "", ""
         # A forward goes into its microbatch's loss, a backward into its stage's gradients, I into the previous stage's.
         forward, stage = done.kind is Kind.FORWARD, done.stage - (done.kind is Kind.BACKWARD_INPUT)
-        through = self._through.get((forward, done.microbatch if forward else stage))
-        if through is not None and not done.sights:
-            text, step = through
-            return Placed(done, rank, column, "through", step, text)
-        return Placed(done, rank, column, "not compared" if done.sights else "not recorded")
+        if through := self._through.get((forward, done.microbatch if forward else stage)):
+            return "through", *through
+        return "not recorded", "", ""
 
     def _follows(self, done: Done) -> bool:
         """True if any source went wrong."""
         own = set() if done.kind is Kind.FORWARD else {f"{done.stage}F{done.microbatch}"}
         return bool((self._needs(done) | own) & self._made_wrong)
 
-    @cached_property
-    def _made_wrong(self) -> set[str]:
-        """Actions with a wrong output, if observed."""
-        return {done.action for row in self.ran.ranks for done in row if _is_wrong(_outputs_of(done))}
 
-    @cached_property
-    def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
-        """Downstream results that agree: a microbatch's loss, or the gradients on a stage."""
-        groups: dict[tuple[bool, int], list[Compared]] = defaultdict(list)
-        for one in self.verdict.measured.compared:
-            at = {"loss": one.microbatch, "gradient": one.stage}.get(one.law)
-            if at is not None and one.operation == self.ran.operation:
-                groups[one.law == "loss", at].append(one)
-        began = "its own tensors were not recorded; the"
-        return {
-            (forward, number): (
-                f"{began} loss of microbatch {number} that it went into agrees"
-                if forward
-                else f"{began} {len(group)} gradients of stage {number} that it went into agree",
-                _worst(group) or "a0",
-            )
-            for (forward, number), group in groups.items()
-            if all(one.outcome == "pass" for one in group)
-        }
+def _results_downstream(
+    compared: Sequence[Compared], operation: int
+) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
+    """Colours and texts of results that agree: of a microbatch's loss, or of the gradients on a stage."""
+    groups = defaultdict[tuple[bool, int | None], list[Compared]](list)
+    for one in compared:
+        if one.operation == operation:
+            groups[one.law == "loss", one.microbatch if one.law == "loss" else one.stage].append(one)
+    found: dict[tuple[bool, int | None], tuple[str, str]] = {}
+    for (loss, number), group in groups.items():
+        if number is not None and all(one.outcome == "pass" for one in group):
+            what = f"loss of microbatch {number} that it went into agrees"
+            what = what if loss else f"{len(group)} gradients of stage {number} that it went into agree"
+            found[loss, number] = _worst(group) or "a0", f"its own tensors were not recorded; the {what}"
+    return found
 
 
 def _outputs_of(done: Done) -> Sequence[Sight]:

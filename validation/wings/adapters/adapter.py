@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,18 +13,17 @@ from pipeproof.core.observe.initial_weights import step_begins
 from pipeproof.core.observe.watching import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep, Unchecked
-from pipeproof.records.rank_part import AdapterNames, Rename, own_name
+from pipeproof.records.rank_part import AdapterNames, own_name
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_expectation import StepExpectation
 from pipeproof.records.step_record import Pairs
 from pipeproof.whitebox.task import MakesOptimizer, WhiteBoxError
 from pipeproof.whitebox.validator import WhiteBox
-from pipeproof.wings.adapters.drawn import Content, contents
 from pipeproof.wings.adapters.framework import AdapterError, Framework
 from pipeproof.wings.adapters.recording import StepRecording, recording
-from pipeproof.wings.adapters.step import FrameworkStep, JobSight, Observation
-from pipeproof.wings.adapters.whole import Named, Whole
+from pipeproof.wings.adapters.step import Content, FrameworkStep, JobSight, Observation, contents
+from pipeproof.wings.adapters.whole import Whole, under_name_of
 
 Reference = Callable[..., Any] | StepExpectation
 
@@ -40,6 +39,9 @@ class JobStep:
     microbatches: Pairs | None
     against: SingleDevice | StepExpectation
     given: Sequence[Content] = ()
+
+
+_NONE = FrameworkStep({}, own_name, dict, tuple, lambda _: nullcontext())  # of a rank that has none
 
 
 class Adapter(ABC):
@@ -124,26 +126,21 @@ def checking(
     if turn is None:
         yield Unchecked()
         return
-    made, why = None, ""
+    why, made = None, JobStep(_NONE, None, composed or SingleDevice(nn.Identity, nn.functional.mse_loss))
     try:
         made = step()
     except WhiteBoxError as error:
         why = str(error)
     except Exception as error:  # all types: the arguments may be anything
         why = f"the check cannot be made of this: {type(error).__name__}: {error}"
-    against: SingleDevice | StepExpectation = composed or SingleDevice(nn.Identity, nn.functional.mse_loss)
-    stages: Mapping[int, nn.Module] = {}
-    microbatches: Pairs | None = None
-    name: Rename = own_name
-    if made is not None:
-        against = made.against.for_framework(made.step.accumulation)
-        stages, microbatches, name = made.step.stages, made.microbatches, AdapterNames(made.step.name)
+    against = made.against if why is not None else made.against.for_framework(made.step.accumulation)
+    given, rename = (made.step.stages, made.microbatches), AdapterNames(made.step.name)
     check: CheckedStep
     if isinstance(against, StepExpectation):
-        check = against.check_of(stages, microbatches, rename=name, timeout_s=timeout_s, turn=turn)
+        check = against.check_of(*given, rename=rename, timeout_s=timeout_s, turn=turn)
     else:
-        check = StepCheck(stages, microbatches, against=against, rename=name, timeout_s=timeout_s)
-    if made is None:  # others are informed of the reason
+        check = StepCheck(*given, against=against, rename=rename, timeout_s=timeout_s)
+    if why is not None:  # others are informed of the reason
         check.refuse(why)
         with check:
             yield check
@@ -205,8 +202,8 @@ def validate(
 ) -> Verdict:
     """The verdict on ``step``, which trains inside ``observe``, beside ``whole``."""
     return framework.judge(whitebox)(
-        Named(step, whole.run_by(step)),
-        reference=Named(whole.reference, whole.build),
+        under_name_of(step, whole.run_by(step)),
+        reference=under_name_of(whole.reference, whole.build),
         microbatches=list(whole.microbatches),
         ranks=framework.mesh(ranks),
         loss_fn=whole.loss_in_step,

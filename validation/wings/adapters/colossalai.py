@@ -22,13 +22,19 @@ from pipeproof.reference.accumulation import Accumulation
 from pipeproof.whitebox.handed_back import FlatShard, Gradient
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.colossalai_chunks import stages_of, tell_chunks_apart
-from pipeproof.wings.adapters.colossalai_whole import COLOSSALAI, Criterion, check_model, cut, rows_in, whole_of
-from pipeproof.wings.adapters.drawn import Drawn
+from pipeproof.wings.adapters.colossalai_whole import (
+    COLOSSALAI,
+    Criterion,
+    check_model,
+    cut,
+    rows_in,
+    stages_of,
+    tell_chunks_apart,
+    whole_of,
+)
 from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import Called, Whole
 
 __all__ = ["ColossalAIError", "check_step", "imports", "observe", "record_step", "validate"]
@@ -119,7 +125,7 @@ def record_step(
 
 
 @dataclass(frozen=True)
-class ColossalAI(Adapter):
+class ColossalAI(adapter.Adapter):
     """Arguments of ``execute_pipeline``, and the batches of a step; None: unknown."""
 
     booster: Any

@@ -24,11 +24,9 @@ from pipeproof.whitebox.handed_back import FlatShard, Gradient
 from pipeproof.whitebox.task import form, name_of, pair_of
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, Framework, around, launch_environment
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import OfMicrobatch, Whole
 
 __all__ = ["DeepSpeedError", "check_step", "imports", "observe", "record_step", "validate"]
@@ -92,11 +90,11 @@ def validate(
         pairs = [pair(number, one) for number, one in enumerate(data)]
         labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
 
-        def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-            return model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches]
+        def given(one: Any) -> Any:
+            return one[0], labels[tuple(one[1].tolist())]
 
         numbered = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
-        whole = replace(whole, microbatches=numbered, loss_fn=OfMicrobatch(loss, labels), given=prepare)
+        whole = replace(whole, microbatches=numbered, loss_fn=OfMicrobatch(loss, labels), given=given)
     return adapter.validate(DEEPSPEED, step, whole, ranks=ranks, whitebox=whitebox)
 
 
@@ -141,7 +139,7 @@ def record_step(
 
 
 @dataclass(frozen=True)
-class DeepSpeed(Adapter):
+class DeepSpeed(adapter.Adapter):
     """A PipelineEngine, and its PipelineModule's loss function, given by the user."""
 
     engine: Any

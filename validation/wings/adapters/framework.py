@@ -36,7 +36,7 @@ class Framework:
 
     child: attribute of the reference that holds the user's model. axes: in the order of its rank numbers; neighbours
     differ along the last; none: any. own: packages with state that each simulated rank needs for itself; None: its own.
-    shim: prepares a run without a GPU; may be called again.
+    shim: prepares a run without a GPU; may be called again. wrappers: attributes of modules that wrap a user's.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Framework:
     axes: tuple[str, ...] = ("pp", "dp")
     own: tuple[str, ...] | None = None
     shim: Callable[[], None] | None = None
+    wrappers: tuple[str, ...] = ()
 
     @property
     def root(self) -> str:
@@ -105,8 +106,9 @@ class Framework:
         return name.removeprefix(f"{self.child}.") if self.child else name
 
     def in_whole(self, name: str) -> str:
-        """Translate a parameter's name from the user's model to the reference."""
-        return f"{self.child}.{name}" if self.child else name
+        """Translate a parameter's name from the user's model, without its wrappers, to the reference."""
+        own = ".".join(part for part in name.split(".") if part not in self.wrappers)
+        return f"{self.child}.{own}" if self.child else own
 
     def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
         """Raise for a ``given`` option with a value other than the ``covered``."""
@@ -227,11 +229,6 @@ class Framework:
                 whole = distribute_tensor(whole, one.device_mesh, one.placements, src_data_rank=None)
             with torch.no_grad():
                 one.copy_(whole)
-
-
-def unwrap(name: str, *wrappers: str) -> str:
-    """Remove the names of ``wrappers`` around modules from a parameter's name."""
-    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def around(place: Any, name: str, by: Callable[..., Any]) -> AbstractContextManager[object]:

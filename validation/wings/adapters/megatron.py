@@ -26,23 +26,22 @@ from pipeproof.reference.accumulation import Accumulation
 from pipeproof.whitebox.handed_back import FlatShard, Gradient
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, around
-from pipeproof.wings.adapters.megatron_chunk import LossOf, fed
 from pipeproof.wings.adapters.megatron_whole import (
     MEGATRON,
     ForwardStep,
+    LossOf,
     WholeMegatron,
     as_before,
     bare,
     check_config,
     core,
+    fed,
     forget_group,
     whole_loss,
 )
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight, telling
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Observation, Sight, telling
 from pipeproof.wings.adapters.whole import Whole
 
 __all__ = ["MegatronError", "check_step", "imports", "observe", "record_step", "validate"]
@@ -136,7 +135,7 @@ def record_step(
 
 
 @dataclass(frozen=True)
-class Megatron(Adapter):
+class Megatron(adapter.Adapter):
     """Chunks, the optimizer of the step, if used, and the forward step.
 
     draws: stages may have dropout, because random numbers can be repeated.

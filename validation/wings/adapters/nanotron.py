@@ -19,8 +19,6 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.records.checked_step import CheckedStep
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.nanotron_place import (
     NANOTRON,
@@ -33,7 +31,7 @@ from pipeproof.wings.adapters.nanotron_place import (
     pretend_alone,
 )
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Observation, Sight
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 from pipeproof.worlds.side_store import RanksAbsent, exchange
 
@@ -113,7 +111,7 @@ def record_step(
 
 
 @dataclass(frozen=True)
-class Nanotron(Adapter):
+class Nanotron(adapter.Adapter):
     """A nanotron trainer, or an object with its parts."""
 
     trainer: Any
@@ -267,12 +265,8 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whol
             raise AdapterError(f"microbatch {number} has {found}: expected tensors only")
     named = [by_name(one) for one in microbatches]
     packed = Packed.of(named)
-
-    def prepare(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-        return model, [packed.unpack(one) for one in microbatches]
-
     data = [packed.pack(one) for one in named]
-    return Whole(reference, partial(build, reference, packed), data, given=prepare, alone=as_launched)
+    return Whole(reference, partial(build, reference, packed), data, given=packed.unpack, alone=as_launched)
 
 
 def build(reference: Callable[..., Any], packed: Packed) -> Called:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from pipeproof.core.observe.per_rank_globals import belongs_to_rank
 from pipeproof.whitebox.handed_back import Gradient
 from pipeproof.whitebox.torch_pipelining import Recorder, by_microbatches, stages_of
-from pipeproof.wings.adapters.drawn import Drawn
 from pipeproof.wings.adapters.framework import AdapterError, around
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Sight
 
 _BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
 # The second place is for torch's own ``clip_grad_norm_``.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,23 +26,23 @@ from pipeproof.whitebox.task import LossOfAll
 from pipeproof.whitebox.torch_pipelining import backwards_of, stages_of
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Content, content_of_rows
-from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrap
+from pipeproof.wings.adapters.framework import AdapterError, Framework
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Observation
+from pipeproof.wings.adapters.step import Content, FrameworkStep, Observation, content_of_rows
 from pipeproof.wings.adapters.torch_schedule import step_of_schedule
 from pipeproof.wings.adapters.whole import Called, Packed, Whole, by_name
 
 __all__ = ["TorchtitanError", "check_step", "imports", "observe", "record_step", "validate"]
 
 TorchtitanError = AdapterError
-TORCHTITAN = Framework("torchtitan", "torchtitan", ("0.3",), "pip install torchtitan==0.3.0 triton", child="model")
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
+TORCHTITAN = Framework(
+    "torchtitan", "torchtitan", ("0.3",), "pip install torchtitan==0.3.0 triton", child="model", wrappers=_WRAPPERS
+)
 imports = TORCHTITAN.imports
 
 TitanBatch = tuple[Mapping[str, Tensor], Tensor]  # as a dataloader of torchtitan's gives it: input_dict, labels
 LossFunction = Callable[..., Any]
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
 
 
 def observe(
@@ -116,7 +117,7 @@ def record_step(
 
 
 @dataclass(frozen=True)
-class Torchtitan(Adapter):
+class Torchtitan(adapter.Adapter):
     """A schedule and model parts from ``pipeline_llm``, and its loss function."""
 
     pp_schedule: Any
@@ -126,9 +127,7 @@ class Torchtitan(Adapter):
 
     def step(self) -> FrameworkStep:
         self._check_covered()
-        step = step_of_schedule(
-            self.pp_schedule, self.model_parts, lambda _, name: TORCHTITAN.in_whole(unwrap(name, *_WRAPPERS))
-        )
+        step = step_of_schedule(self.pp_schedule, self.model_parts, lambda _, name: TORCHTITAN.in_whole(name))
         return replace(step, accumulation=self._accumulation())
 
     def whole(self, reference: Callable[..., Any], microbatches: Sequence[Any]) -> Whole:
@@ -207,17 +206,14 @@ def whole_of(reference: Callable[[], nn.Module], loss_fn: Any, microbatches: Seq
         if not pair or not isinstance(one[0], Mapping) or "input" not in one[0]:
             TORCHTITAN.expect(f"microbatch {number}", one, (), expected)
     packed = Packed.of([by_name(given, "input") for given, _ in microbatches])
-
-    def prepare(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-        return whole.model, [(packed.unpack(inputs), labels) for inputs, labels in microbatches]
-
     return Whole(
         reference,
         partial(_build, reference, packed),
         [(packed.pack(by_name(inputs, "input")), labels) for inputs, labels in microbatches],
         LossOfAll(lambda every: UnitLoss(loss_fn, tokens_in(labels for _, labels in every))),
         Contract(loss_divisor=1.0),
-        prepare,
+        lambda one: (packed.unpack(one[0]), one[1]),
+        attrgetter("model"),
     )
 
 

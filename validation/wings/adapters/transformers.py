@@ -21,13 +21,12 @@ from pipeproof.whitebox.handed_back import Gradient, copy_gradient
 from pipeproof.whitebox.torch_pipelining import stages_of
 from pipeproof.whitebox.validator import WhiteBox
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
 from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.step import FrameworkStep, Observation, Sight
 from pipeproof.wings.adapters.torch_schedule import step_of_schedule
 from pipeproof.wings.adapters.transformers_stage import Stage
 from pipeproof.wings.adapters.transformers_trainer import TrainerStep, check_step, record_step
-from pipeproof.wings.adapters.transformers_whole import TRANSFORMERS, HfBatch, name_in_whole, whole_of
+from pipeproof.wings.adapters.transformers_whole import TRANSFORMERS, HfBatch, whole_of
 from pipeproof.wings.adapters.whole import Whole
 
 __all__ = [
@@ -82,7 +81,7 @@ def validate(
 
 
 @dataclass(frozen=True)
-class Transformers(Adapter):
+class Transformers(adapter.Adapter):
     """A schedule, torch's or ours, and this rank's stages of a model."""
 
     schedule: Any
@@ -104,11 +103,11 @@ class Transformers(Adapter):
         if len(numbers) != len(stages):
             raise AdapterError(f"stages has {len(stages)} modules, this rank of the schedule {len(numbers)}")
         if not ours:
-            return step_of_schedule(schedule, stages, lambda _, name: name_in_whole(name))
+            return step_of_schedule(schedule, stages, lambda _, name: TRANSFORMERS.in_whole(name))
         losses, gradients = list[float](), dict[nn.Parameter, Gradient]()
         return FrameworkStep(
             dict(zip(numbers, stages, strict=True)),
-            lambda _, name: name_in_whole(name),
+            lambda _, name: TRANSFORMERS.in_whole(name),
             lambda: gradients,
             lambda: losses,
             partial(_watching, schedule, losses, gradients),

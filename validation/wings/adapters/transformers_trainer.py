@@ -15,18 +15,10 @@ from pipeproof.records.checked_step import CheckedStep, CheckError
 from pipeproof.records.record import Record
 from pipeproof.reference.copied import deep_copy
 from pipeproof.wings.adapters import adapter
-from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Content
 from pipeproof.wings.adapters.framework import AdapterError, around
 from pipeproof.wings.adapters.recording import StepRecording
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
-from pipeproof.wings.adapters.transformers_whole import (
-    TRANSFORMERS,
-    check_model,
-    divisor,
-    name_in_whole,
-    whole_of,
-)
+from pipeproof.wings.adapters.step import Content, FrameworkStep, Sight
+from pipeproof.wings.adapters.transformers_whole import TRANSFORMERS, check_model, divisor, whole_of
 from pipeproof.wings.adapters.whole import Whole
 
 # By what the trainer calls them.
@@ -45,35 +37,24 @@ class TrainerStep:
     """A check or recording of one trainer step, which begins and ends inside ``trainer.train``."""
 
     def __init__(self) -> None:
-        self._observed: CheckedStep | StepRecording | None = None
-
-    @property
-    def began(self) -> bool:
-        """Whether the trainer came to the step."""
-        return self._observed is not None
+        self.observed: CheckedStep | StepRecording | None = None  # None until the trainer comes to the step
 
     @property
     def verdict(self) -> Verdict:
         """The verdict of all processes together, the same on each. Raises ``CheckError`` before the step is over."""
-        if not isinstance(self._observed, CheckedStep):
+        if not isinstance(self.observed, CheckedStep):
             raise CheckError("the verdict is known once trainer.train has taken the step, in the with block")
-        return self._observed.verdict
+        return self.observed.verdict
 
     @property
     def record(self) -> Record | None:
         """The step's record on rank 0 after its end; None if it failed."""
-        return self._observed.record if isinstance(self._observed, StepRecording) else None
+        return self.observed.record if isinstance(self.observed, StepRecording) else None
 
     @property
     def problem(self) -> str:
         """Reason for a missing record, on every rank; empty if there is one, or the step is not over."""
-        return self._observed.problem if isinstance(self._observed, StepRecording) else ""
-
-    @contextmanager
-    def of(self, opened: AbstractContextManager[CheckedStep | StepRecording]) -> Iterator[None]:
-        """Attach the check or recording ``opened`` while open."""
-        with opened as self._observed:
-            yield
+        return self.observed.problem if isinstance(self.observed, StepRecording) else ""
 
 
 def check_step(
@@ -124,7 +105,7 @@ def _at_step(
             if next(numbers) == number:
                 microbatches = fetched[0]
                 own = Trained(trainer, number, loss, len(microbatches))
-                opened.enter_context(found.of(begin(own, microbatches)))
+                found.observed = opened.enter_context(begin(own, microbatches))
                 if (optimizer := getattr(trainer, "optimizer", None)) is not None:
                     opened.enter_context(around(optimizer, "step", last))
             return fetched
@@ -137,13 +118,13 @@ def _at_step(
         if hasattr(trainer, "get_batch_samples"):
             opened.enter_context(around(trainer, "get_batch_samples", fetch))
         yield found
-        if not found.began:
-            with found.of(begin(Trained(trainer, number, loss), None)):
+        if found.observed is None:
+            with begin(Trained(trainer, number, loss), None) as found.observed:
                 pass
 
 
 @dataclass(frozen=True)
-class Trained(Adapter):
+class Trained(adapter.Adapter):
     """A trainer and its step with this number; ``loss``: see ``validate``.
 
     microbatches: the step's number of them; None: the trainer did not reach it.
@@ -171,7 +152,7 @@ class Trained(Adapter):
         factor = self.microbatches if self.loss == "mean" else 1 / self.trainer.accelerator.num_processes
         return FrameworkStep(
             {0: model},
-            lambda _, name: name_in_whole(name),
+            lambda _, name: TRANSFORMERS.in_whole(name),
             lambda: {one: one.grad for one in model.parameters() if one.requires_grad},
             lambda: [float(one) * factor for one in losses],
             partial(_watching, self.trainer, losses),

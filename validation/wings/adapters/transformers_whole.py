@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor, nn
 from pipeproof.core.contract import Contract
 from pipeproof.reference.data import IGNORED
 from pipeproof.whitebox.task import LossOfAll
-from pipeproof.wings.adapters.framework import AdapterError, Framework, unwrap
+from pipeproof.wings.adapters.framework import AdapterError, Framework
 from pipeproof.wings.adapters.whole import Packed, Whole, by_name
 from pipeproof.worlds.settings import drawing_apart
 
 HfBatch = Mapping[str, Any]  # as a data collator gives it: input_ids, labels, attention_mask, position_ids
 _NO_TEXT = ("pixel_values", "input_features", "input_values", "inputs_embeds")
-_WRAPPERS = ("module", "_checkpoint_wrapped_module", "_orig_mod")  # of DDP, recomputation and torch.compile
 _LOSSES = ("tokens", "mean")
 
 
@@ -28,12 +28,8 @@ TRANSFORMERS = Framework(
     "pip install transformers==5.23.0 accelerate==1.15.0",
     axes=(),
     own=(),  # its models keep nothing of a rank's
+    wrappers=("module", "_checkpoint_wrapped_module", "_orig_mod"),  # of DDP, recomputation and torch.compile
 )
-
-
-def name_in_whole(name: str) -> str:
-    """Return a parameter's name in the whole model: without wrappers around modules."""
-    return unwrap(name, *_WRAPPERS)
 
 
 def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], loss: str, model: Any = None) -> Whole:
@@ -51,11 +47,11 @@ def whole_of(reference: Callable[..., Any], microbatches: Sequence[HfBatch], los
     def of_all(every: Sequence[tuple[Any, Tensor]]) -> CausalLoss:
         return CausalLoss.of(build().itself if model is None else model, [labels for _, labels in every], loss)
 
-    def prepare(whole: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-        return whole.itself, [{**packed.unpack(inputs), "labels": labels} for inputs, labels in microbatches]
+    def given(one: tuple[Any, Tensor]) -> dict[str, Any]:
+        return {**packed.unpack(one[0]), "labels": one[1]}
 
     pairs = [(packed.pack(own), one["labels"]) for own, one in zip(inputs, microbatches, strict=True)]
-    return Whole(reference, build, pairs, LossOfAll(of_all), Contract(loss_divisor=by), prepare)
+    return Whole(reference, build, pairs, LossOfAll(of_all), Contract(loss_divisor=by), given, attrgetter("itself"))
 
 
 def _check(number: int, microbatch: Any) -> None:

@@ -18,8 +18,8 @@ from pipeproof.wings.adapters.framework import AdapterError
 from pipeproof.worlds.accelerator import CPU
 
 
-def _as_they_are(model: Any, microbatches: list[Any]) -> tuple[Any, list[Any]]:
-    return model, microbatches
+def _as_it_is(one: Any) -> Any:
+    return one
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Whole:
 
     reference: the user's function. build: makes the model with it. microbatches: pairs of the model's input and the
     target; only inputs if ``loss_fn`` is None, and the model returns the loss. contract: the step's claims, or a
-    function of model and microbatches. given: model and microbatches in the form for a user's step. alone: imitates a
-    launcher on a type of device while open, then restores the framework's state, to allow another layout next.
+    function of model and microbatches. given: makes of a microbatch what a user's step is given. own: the same of the
+    model. alone: imitates a launcher on a type of device while open, then restores the framework's state, to allow
+    another layout next.
     """
 
     reference: Callable[..., Any]
@@ -37,7 +38,8 @@ class Whole:
     microbatches: Sequence[Any]
     loss_fn: LossFn | LossOfAll | None = None
     contract: Contract | Callable[[Any, Any], Contract] = DEFAULTS
-    given: Callable[[Any, list[Any]], tuple[Any, list[Any]]] = _as_they_are
+    given: Callable[[Any], Any] = _as_it_is
+    own: Callable[[Any], Any] = _as_it_is
     alone: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -63,7 +65,7 @@ class Whole:
 
     def run_by(self, step: Callable[[Any, list[Any]], Any]) -> Callable[[Any, list[Any]], Any]:
         """Wrap the user's ``step`` for ranks, without the rest of this object."""
-        return partial(_run, step, self.given, self.alone)
+        return partial(_run, step, self.given, self.own, self.alone)
 
     def single_device(self, *, floors: bool) -> SingleDevice:
         """Return the expectation for a running job."""
@@ -72,14 +74,15 @@ class Whole:
 
 def _run(
     step: Callable[[Any, list[Any]], Any],
-    given: Callable[[Any, list[Any]], tuple[Any, list[Any]]],
+    given: Callable[[Any], Any],
+    own: Callable[[Any], Any],
     alone: Callable[[str], AbstractContextManager[object]],
     model: Any,
     microbatches: list[Any],
 ) -> Any:
     device = next((one.device.type for one in model.parameters()), CPU)
     with alone(device):
-        return step(*given(model, microbatches))
+        return step(own(model), [given(one) for one in microbatches])
 
 
 def _own_loss(output: Tensor, _: Tensor) -> Tensor:
@@ -146,16 +149,11 @@ class OfMicrobatch:
         return self.criterion(outputs, tree_map_only(Tensor, lambda tensor: tensor.to(number.device), microbatch))
 
 
-@dataclass(frozen=True)
-class Named:
-    """``run`` under the name of the user's ``function``."""
+def under_name_of(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` under the name of the user's ``function``."""
 
-    function: Callable[..., Any]
-    run: Callable[..., Any]
+    def named(*given: Any) -> Any:
+        return run(*given)
 
-    @property
-    def __name__(self) -> str:
-        return name_of(self.function)
-
-    def __call__(self, *given: Any) -> Any:
-        return self.run(*given)
+    named.__name__ = name_of(function)
+    return named

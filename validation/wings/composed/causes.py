@@ -15,7 +15,7 @@ from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.explain import explain_safely, explain_verdict
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.explain.rules.factors import by_loss_scale
-from pipeproof.explain.tied import Shares, of_copies
+from pipeproof.explain.tied import Shares, name_open, of_copies
 from pipeproof.reference.step import Expected, Site
 from pipeproof.wings.composed.weights import weights_apart
 from pipeproof.wings.composed.whole import Whole
@@ -79,7 +79,8 @@ def explain(
         shown = tuple(replace(one, detail=f"{one.detail}; {_OF_PARTS}") if one in other else one for one in shown)
     causes = _join(shown, of_ranks, evidence.stages) or [*not_summed([one.wrong for one in ranks], replicas)]
     causes = list(dict.fromkeys([*weights_apart(verdict.mismatches), *causes]))
-    undecided = dict.fromkeys([*found.undecided, *(why for one in own.values() for why in one.undecided)])
+    whys = [why for one in own.values() for why in one.undecided]
+    undecided = dict.fromkeys([*found.undecided, *whys, *name_open(copies)])
     return replace(found, causes=tuple(causes), undecided=() if causes else tuple(undecided))
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from pipeproof.explain.explain import explain_safely
 from pipeproof.explain.loss_scale import LossScale
 from pipeproof.records.as_given import gradients_of, losses_of, number
 from pipeproof.records.checked_step import CheckedStep
-from pipeproof.records.rank_part import AdapterNames, Arrival, Rename, describe_problems, own_name, run_of
+from pipeproof.records.rank_part import AdapterNames, Arrival, describe_problems, run_of
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_parts import how_ranks_ended, not_compared
 from pipeproof.records.step_record import Pairs
@@ -72,11 +71,11 @@ class ComposedCheck(CheckedStep):
         microbatches: Pairs | None,
         *,
         against: AgainstItself,
-        rename: Rename = own_name,
-        timeout_s: float = 300.0,
         turn: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(modules, microbatches, laws=LAWS, rename=rename, timeout_s=timeout_s)
+        """Take ``check_step``'s arguments."""
+        super().__init__(modules, microbatches, laws=LAWS, **options)
         self._by, self._turn, self._scale = against, turn, 1.0  # what losses were scaled by as the step began
         self._agreed, self._reported = Agreed(), Reported()
         self._watched = WatchedStages(against)
@@ -165,7 +164,7 @@ class ComposedCheck(CheckedStep):
         self._shards = OwnShards(self._own, [arrival.shards for arrival in arrivals])
         if isinstance(loss_fn := self._by.loss_fn, LossOfAll):  # of the targets of all replicas
             targets = None if self._given is None else [(None, target) for _, target in self._given]
-            pairs = agreed.lines.all_pairs(self._gather(targets, "the targets of all microbatches"))
+            pairs = agreed.all_pairs(self._gather(targets, "the targets of all microbatches"))
             with self.noting():
                 self._by = replace(self._by, loss_fn=loss_fn.of(pairs))
         self.begin(self._own.gradients)
@@ -179,18 +178,13 @@ class ComposedCheck(CheckedStep):
                 self._weights[stage] = contents(module)
         return ""
 
-    @property
-    def _declared(self) -> bool:
-        """True if a scaler or the contract declares the scale of losses."""
-        return self._by.scaler is not None or self._by.contract.loss_scale is not None
-
     def _make(self, named: Mapping[str, Gradient] | None, snapshot: Snapshot) -> OwnPart:
         """Build this rank's part of the chain: rerun its stages and compare its gradients."""
         for stage, why in self._watched.unseen.items():
             self.refuse(f"stage {stage} was not observed, and cannot be run again: {why}")
         every, calls, unsure = self._collect()
-        agreed, lines, own = self._agreed, self._agreed.lines, self._own
-        of_line = {stage: one for part in lines.of_line(every) for stage, one in part.items()}
+        agreed, own = self._agreed, self._own
+        of_line = {stage: one for part in agreed.of_line(every) for stage, one in part.items()}
         extra = ExtraCalls.among(of_line, agreed.data)
         again = self._reruns(every, extra, calls)
         left = own.gradients if named is None else named
@@ -198,10 +192,10 @@ class ComposedCheck(CheckedStep):
         self._ledger.leave_out("gradient", again.of_the_loss, _OF_THE_LOSS)
         # Gradients are summed over replicas, then over stages that share a parameter.
         hooks, names = self._watched.comm_hooks(own), (agreed.first, agreed.copies, own.places)
-        replicas = ReplicaSums(self._exchange, agreed.peers, self._shards, lines.together, hooks)
+        replicas = ReplicaSums(self._exchange, agreed.peers, self._shards, agreed.together, hooks)
         sums = {own.rename(one.stage, name): g for one in again.stages for name, g in one.gradients.items()}
         sums |= replicas.sum(sums)
-        self._shares = StageShares(self._exchange, *names, self._bound_s, replica=lines.own)
+        self._shares = StageShares(self._exchange, *names, self._bound_s, replica=agreed.line)
         expected = division.divide(sums | self._shares.join(None if self._why else sums))
         observed = {name: self._shards.in_whole(name, one, expected.get(name)) for name, one in here.items()}
         holders, doubts = (self._shards, replicas, self._shares), (self._begun, lost, dict(unsure))
@@ -215,7 +209,7 @@ class ComposedCheck(CheckedStep):
         extra.enter(self._ledger, again.calls)
         self._foresee(again, here, lost, unsure)
         self._found.causes += again.find_exchanged_targets(self._exchange.rank)
-        self._found.scale = LossScale(division.scaled, self._by.scale) if self._declared else None
+        self._found.scale = LossScale(division.scaled, self._by.scale) if division.declared else None
         self._found.forms = {name: torch.empty(0, dtype=one.dtype) for name, one in own.parameters.items()}
         return self._part_of(again, expected, gradients.unsure)
 
@@ -241,30 +235,31 @@ class ComposedCheck(CheckedStep):
         self, every: Sequence[Mapping[int, StageCalls]], extra: ExtraCalls, own: Mapping[int, Sequence[Call]]
     ) -> Reruns:
         """Set up the rerun of this rank's ``own`` calls, without ``extra`` ones, in the chain of all ranks."""
-        lines, first = self._agreed.lines, self._agreed.only or 0
+        agreed, first = self._agreed, self._agreed.only or 0
         left = {stage: extra.without_extra(stage, calls) for stage, calls in own.items()}
-        chain, calls = together(Chain(extra.without, self._agreed.data), left)
+        chain, calls = together(Chain(extra.without, agreed.data), left)
         for why in refusals(chain):
             self.refuse(why)
-        others = {stage: lines.of_parts(every, stage, len(those)) for stage, those in calls.items()}
+        others = {stage: agreed.of_parts(every, stage, len(those)) for stage, those in calls.items()}
         given = [[[one.digest for one in call.inputs] for call in there] for there in others.get(first, ())]
         own_data = [[one.digest for one in call.inputs] for call in calls.get(first, ())]
-        if lines.together > 1 and any(there != own_data for there in given):
+        if agreed.together > 1 and any(there != own_data for there in given):
             self.refuse(_OTHER_DATA)
-        modules, said = self._shards.modules(self._agreed.peers), self._by.contract
-        declared, divisor = self._declared, lines.own_divisor(said.loss_divisor, self.microbatches)
-        counts = {len(one.data) for one in self._agreed.starts if one.data is not None}
+        modules, said = self._shards.modules(agreed.peers), self._by.contract
+        declared = self._by.scaler is not None or said.loss_scale is not None
+        divisor = agreed.own_divisor(said.loss_divisor, self.microbatches)
+        counts = {len(one.data) for one in agreed.starts if one.data is not None}
         alike = said.loss_divisor is not None or len(counts) == 1
         return Reruns(
-            Division(self._by.accumulation, self._scale, divisor, lines.replicas, alike, declared),
+            Division(self._by.accumulation, self._scale, divisor, agreed.replicas, alike, declared),
             modules,
             calls,
             self._given,
             chain.with_flowing_gradients(),
             self._by.loss_fn,
-            only=self._agreed.only,
+            only=agreed.only,
             sums=self._shards.sums(modules),
-            others=others if lines.together > 1 else None,
+            others=others if agreed.together > 1 else None,
             own_losses=self._watched.own_losses,
         )
 
@@ -276,15 +271,18 @@ class ComposedCheck(CheckedStep):
         Returns this rank's share of gradients, the division, and the stages with unknown results.
         """
         with self.noting():
-            again.run(snapshot, partial(self._begun.note_elsewhere, self._own, left))
+            again.run()
+            snapshot.put_back()
+            for own in again.stages:
+                self._begun.note_elsewhere(self._own, left, own, snapshot.wrote)
         mine, what = (again.note, self._shards.flat(left)), "what stages give again, and how losses are divided"
         every: list[tuple[RerunNote, Mapping[str, Shard]]] = self._gather(mine, what)
         notes = [note for note, _ in every]
-        again.agree(self._agreed.lines.of_line(notes))
+        again.agree(self._agreed.of_line(notes))
         scaled = next((one for note in notes for one in note.scaled), again.division.scaled)
         factors = [factor for note in notes for factor in note.factors]
         division = replace(again.division, scaled=scaled).with_factors(factors)
-        if unknown := division.doubt(self._ledger, len(self._agreed.lines.run.microbatches)):
+        if unknown := division.doubt(self._ledger, len(self._agreed.run.microbatches)):
             self.refuse(unknown)
         for own in again.stages:
             own.times(division.times)
@@ -343,22 +341,22 @@ class ComposedCheck(CheckedStep):
 
     def _conclude(self, parts: Sequence[tuple[RankReport, OwnPart, OwnEvidence]]) -> Verdict:
         reports, own, evidence = zip(*parts, strict=True)
-        lines = self._agreed.lines
+        agreed = self._agreed
         obstacle = self._obstacle or describe_problems({report.rank: one.problem for report, one, _ in parts})
         said = obstacle and len(parts) == self._exchange.ranks  # the missing rank has given the reason
         ended = how_ranks_ended(reports, None if said else self._absent)
         weights = [one.weights for one in own]
-        if lines.together > 1:
-            obstacle = obstacle or explain_hand_cut(weights, lines.replica_of_rank)
+        if agreed.together > 1:
+            obstacle = obstacle or explain_hand_cut(weights, agreed.replica_of_rank)
         if ended is None and not obstacle:
             cure = self._rename.cure if isinstance(self._rename, AdapterNames) else RENAMED
-            obstacle = not_one(lines.of_line(weights), cure)
+            obstacle = not_one(agreed.of_line(weights), cure)
         if ended is not None or obstacle:
             return self._timed(not_compared(obstacle, ended))
-        wholes = Whole.of(own, self._agreed, self._by)
-        which = "" if self._agreed.only is None else f"stage {self._agreed.only} of "
+        wholes = Whole.of(own, agreed, self._by)
+        which = "" if agreed.only is None else f"stage {agreed.only} of "
         verdict = self._timed(judge(wholes, weights, title=f"{which}a step of this job, link by link"))
-        return explain_safely(verdict, lambda: explain(verdict, wholes, evidence, lines.replica_of_rank))
+        return explain_safely(verdict, lambda: explain(verdict, wholes, evidence, agreed.replica_of_rank))
 
     def _close(self) -> None:
         self._early.close()

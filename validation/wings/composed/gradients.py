@@ -110,9 +110,21 @@ class OwnGradients:
 
         ``numbers``: the microbatches of its calls. Both gradients are by the model's names.
         """
-        names = {full: name for full, name in self._comparable(stage).items() if full not in self.unsure}
+        every = {self.shards.stages.rename(stage.stage, name): name for name in stage.gradients}
+        names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
         if not stage.closed:
+            self.ledger.leave_out("gradient", list(names), not_known([stage.stage]))
             return
+        for name, why in self.replicas.untiled.items():
+            self.ledger.leave_out("gradient", [name] if name in names else [], why, Reason.PARTS)
+        for name, stages in self.shares.stages_of(names).items():
+            if self.agreed.only is not None:
+                self.ledger.remark("gradient", f"{name} is in other stages, too, and is compared where all are rerun")
+                del names[name]
+            elif self.lost & stages:
+                self.ledger.leave_out("gradient", [name], not_known(self.lost & stages))
+                del names[name]
+        names = {full: name for full, name in names.items() if full not in self.unsure}
         self._note_untrained(stage)
         allowed = StageFloors(stage, names, self.replicas, observed, expected)
         hooks, parameters = self.replicas.hooks, self.shards.parameters
@@ -128,7 +140,7 @@ class OwnGradients:
         operation = ExpectedOperation("train", (), (), gradients={name: expected[name] for name in names})
         at = Comparison(operation, allowed, self.ledger)
         for name in [one for one in reversed(names) if one in observed]:
-            at.gradient(name, observed[name], rank=self.agreed.lines.rank, stage=stage.stage)
+            at.gradient(name, observed[name], rank=self.agreed.peers.rank, stage=stage.stage)
         at.close()
         self.ledger.leave_out("gradient", [one for one in names if one not in observed], "not compared")
         wrong = {str(one.parameter) for one in self.ledger.mismatches[before:]}
@@ -137,24 +149,6 @@ class OwnGradients:
                 self._explain(allowed, numbers, names, wrong)
         except Exception as error:  # all types: the mismatch stays, even if the search for a cause fails
             self.found.undecided.append(_UNSOUGHT.format(f"looking for it raised {describe_error(error)}"))
-
-    def _comparable(self, stage: StageRerun) -> dict[str, str]:
-        """Return the compared gradients of a stage: its names, by the model's names."""
-        every = {self.shards.stages.rename(stage.stage, name): name for name in stage.gradients}
-        names = {full: name for full, name in every.items() if not self.shards.is_empty(full)}
-        if not stage.closed:
-            self.ledger.leave_out("gradient", list(names), not_known([stage.stage]))
-            return names
-        for name, why in self.replicas.untiled.items():
-            self.ledger.leave_out("gradient", [name] if name in names else [], why, Reason.PARTS)
-        for name, stages in self.shares.stages_of(names).items():
-            if self.agreed.only is not None:
-                self.ledger.remark("gradient", f"{name} is in other stages, too, and is compared where all are rerun")
-                del names[name]
-            elif self.lost & stages:
-                self.ledger.leave_out("gradient", [name], not_known(self.lost & stages))
-                del names[name]
-        return names
 
     def _note_untrained(self, stage: StageRerun) -> None:
         """Note a stage without gradients; a stage rerun alone may have nothing to train."""
@@ -178,7 +172,7 @@ class OwnGradients:
         stage = allowed.stage
         observed = self.division.divide(allowed.observed, undo=True)
         expected = self.division.divide(allowed.expected, undo=True)
-        shared, found, lines = self.shares.stages_of(names), self.found, self.agreed.lines
+        shared, found, rank = self.shares.stages_of(names), self.found, self.agreed.peers.rank
         for name in [one for one in names if one in shared and one in observed]:
             found.copies.append(self.shares.look_at(name, observed[name], allowed.gradient(name).limit))
         names = {full: name for full, name in names.items() if full not in shared}
@@ -191,18 +185,20 @@ class OwnGradients:
             for name, (one, right) in both.items()
             if one is not None and right is not None
         }
-        if lines.run.count > 1:
+        if self.agreed.run.count > 1:
             found.wrong |= {(stage.stage, name): (sketch(one), sketch(right)) for name, (one, right) in pairs.items()}
-        if lines.replicas > 1:
+        if self.agreed.replicas > 1:
             begun = self.division.divide({name: self.begun.get(name) for name in both}, undo=True)
-            causes = causes_of_sums(pairs, begun, lines.rank, stage.stage)
+            causes = causes_of_sums(pairs, begun, rank, stage.stage)
             found.causes += causes
             found.undecided += [] if causes else [_NO_CAUSE]
         elif stage.speaks:
             found.undecided.append(_UNSOUGHT.format(f"stage {stage.stage} communicates and can be rerun once only"))
         else:
             verdict = self._own_causes(stage, numbers, {name: full for full, name in names.items()}, observed)
-            found.causes += verdict.causes
+            # A factor on all of it may be the division of losses, done later: the loss's own gradient should show it.
+            unsure = self.division.unclear and not self.division.declared
+            found.causes += [one for one in verdict.causes if not unsure or one.kind != "scale" or one.microbatches]
             unsought = [_UNSOUGHT.format(verdict.unsought)] if verdict.unsought else []
             found.undecided += [*verdict.undecided, *unsought]
 

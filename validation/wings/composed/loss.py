@@ -149,8 +149,8 @@ class Division:
 
     ``scaled``: factor on losses, divided out before gradients are read. ``own``: divisor of losses in each of the
     ``replicas``, which then average. ``alike``: all have the same divisor. ``declared``: the contract gives the scale.
-    ``came``: observed gradients of losses, in multiples of the expected. ``undeclared``: another factor came back, and
-    replicas have unequal numbers of microbatches.
+    ``came``: observed gradients of losses, in multiples of the expected; 1 if ``unclear``, as they have no common one.
+    ``undeclared``: another factor came back, and replicas have unequal numbers of microbatches.
     """
 
     accumulation: Accumulation
@@ -160,13 +160,17 @@ class Division:
     alike: bool = True
     declared: bool = False
     came: float = 1.0
+    unclear: bool = False
     undeclared: bool = False
 
     def with_factors(self, factors: Sequence[float | None]) -> "Division":
         """Return the division with the last stages' ``factors``; None if microbatches have several."""
-        first = factors[0] if factors else None
-        came = 1.0 if first is None or not all(is_near(one, first) for one in factors) else first
-        return replace(self, came=came, undeclared=not self.alike and any(one != 1.0 for one in factors))
+        first = factors[0] if factors else 1.0
+        unclear = first is None or not all(is_near(one, first) for one in factors)
+        came = 1.0 if first is None or unclear else first
+        return replace(
+            self, came=came, unclear=unclear, undeclared=not self.alike and any(one != 1.0 for one in factors)
+        )
 
     @property
     def divisor(self) -> float:

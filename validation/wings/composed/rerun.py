@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +35,7 @@ from pipeproof.reference.otherwise import one_place_off, widen
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, LossError, Recipe, Reference, Site
 from pipeproof.wings.composed.link import Link, Point, sketch_at
 from pipeproof.wings.composed.loss import LossExpected, LossLink, copy_call, factor_at
-from pipeproof.wings.composed.rounding import Envelope, Envelopes, Made
+from pipeproof.wings.composed.rounding import Envelopes, Made
 
 _RAISED = "run again, stage {} raised {}"
 _KEPT = (
@@ -76,9 +76,9 @@ class StageRerun:
         accumulation: Accumulation,
         in_parts: bool = False,
     ) -> None:
-        self.stage, self._calls, self._loss, self._in_parts = stage, list(calls), loss, in_parts
+        self.stage, self._calls, self._loss = stage, list(calls), loss
         self.model = Again(module)
-        self.loss = Loss(self._flow, 1.0)  # objective for a single call
+        self.loss = Loss(partial(objective_of, tensors=tensors_in), 1.0)  # objective for a single call
         recipe = Recipe(self.loss, accumulation=accumulation)
         self._reference = Reference(self.model, owner=dict.fromkeys(self._weights, stage), recipe=recipe)
         self._sums: dict[Site, Gradient] = {}
@@ -89,8 +89,11 @@ class StageRerun:
         self.other_form = ""  # reason for unknown results, if a rerun changes output shapes
         self.speaks = False  # sends to other ranks, so all must rerun equally often
         self._is_same_in_training: bool | None = None  # a call in evaluation mode; None until that was tried
-        self._envelopes = Envelopes(self._envelope)
-        self._running: Made | None = None
+        casts = [kind for call in calls for on, kind in copy_call(call).state.autocast.values() if on]
+        types = [*casts, *(one.dtype for one in self.model.parameters() if is_rounded(one.dtype))]
+        self.narrowest: torch.dtype | None = max(types, key=lambda one: precision_of(one).unit, default=None)
+        self.inside = self.narrowest if in_parts else None  # sums over ranks round in it
+        self._envelopes = Envelopes(self._again, self._in_fp64, self._off, narrowest=self.narrowest, inside=self.inside)
 
     def run(self) -> None:
         """Rerun each call once, in the order of accumulation."""
@@ -147,18 +150,6 @@ class StageRerun:
     def closed(self) -> bool:
         """True if the results of all calls are known."""
         return all(link.closed for link in self.links)
-
-    @cached_property
-    def narrowest(self) -> torch.dtype | None:
-        """Narrowest type in the stage's computation."""
-        casts = [kind for call in self._calls for on, kind in copy_call(call).state.autocast.values() if on]
-        types = [*casts, *(one.dtype for one in self.model.parameters() if is_rounded(one.dtype))]
-        return max(types, key=lambda one: precision_of(one).unit, default=None)
-
-    @property
-    def inside(self) -> torch.dtype | None:
-        """Narrowest type of a stage in parts; sums over ranks round in it."""
-        return self.narrowest if self._in_parts else None
 
     def doubt(self, why: str) -> None:
         """Mark the results of all calls unknown, for this reason."""
@@ -257,27 +248,22 @@ class StageRerun:
         tensors = [one.requires_grad_(n in again.wanting) for n, one in enumerate(again.tensors)]
         return Batch((again, *tensors), again.flows, 1)  # type: ignore[arg-type]  # the model takes what it is
 
-    def _flow(self, output: Any, flows: Any) -> Tensor:
-        """Return the objective of a call from its output gradients; note its results and loss."""
-        made = Made(-1) if self._running is None else self._running
-        made.tensors |= {(MADE, n): one.detach() for n, one in enumerate(tensors_in(output))}
-        found = objective_of(output, flows, tensors=tensors_in, note=made.more.__setitem__)
-        if self._running is not None:
-            call, made.output = self._calls[made.k], output
+    def _run(self, reference: Reference, made: Made, *, onto: Mapping[Site, Gradient] = MappingProxyType({})) -> Made:
+        """Run a call. What it contributes is added to ``onto``, in place."""
+        call, batch = self._calls[made.k], self._batch(made.k)
+
+        def flow(output: Any, flows: Any) -> Tensor:
+            made.tensors |= {(MADE, n): one.detach() for n, one in enumerate(tensors_in(output))}
+            found = objective_of(output, flows, tensors=tensors_in, note=made.more.__setitem__)
+            made.output = output
             if self._loss is not None:
                 made.loss = self._loss.expect(made.k, output, call=call, model=self.model, disturb=made.disturb)
             made.drawn = states_on(copy_call(call).state.drawn)
-        return found
+            return found
 
-    def _run(self, reference: Reference, made: Made, *, onto: Mapping[Site, Gradient] = MappingProxyType({})) -> Made:
-        """Run a call. What it contributes is added to ``onto``, in place."""
-        self._running, batch = made, self._batch(made.k)
-        try:
-            with suppress(LossError):
-                given = batch if reference is self._reference else batch.cast(torch.float64)
-                made.contribution = reference.contribution(given, self.loss.function, self.loss.divisor, onto=onto)
-        finally:
-            self._running = None
+        with suppress(LossError):
+            given = batch if reference is self._reference else batch.cast(torch.float64)
+            made.contribution = reference.contribution(given, flow, self.loss.divisor, onto=onto)
         made.tensors |= {(RECEIVED, n): one for n, one in made.loss.flows.items()}
         inputs = {} if made.contribution is None else made.contribution.inputs
         made.tensors |= {(HANDED_ON, n - 1): one for n, one in inputs.items() if one is not None}  # first is the call
@@ -345,28 +331,22 @@ class StageRerun:
             return False
         return [sketch(one).digest for one in made] == [one.digest for one in self._calls[k].outputs]
 
-    def _envelope(self, k: int, made: Made | None) -> Envelope:
-        """Measure rounding of call ``k``; ``made``: its first run."""
-        # The time of a loss's own draws is unknown.
-        twice = self._run_with_loss(self._reference, Made(k, disturb=True))
+    def _again(self, k: int) -> Made:
+        return self._run_with_loss(self._reference, Made(k, disturb=True))  # when a loss draws is not known
 
-        def in_fp64() -> Made | None:
-            try:
-                return self._run_with_loss(self._reference.of(widen(deep_copy(self.model))), Made(k))
-            except Exception:  # all types: user code, which may support a single dtype
-                return None
+    def _in_fp64(self, k: int) -> Made | None:
+        try:
+            return self._run_with_loss(self._reference.of(widen(deep_copy(self.model))), Made(k))
+        except Exception:  # all types: user code, which may support a single dtype
+            return None
 
-        @cache
-        def off() -> Contribution | None:
-            blank = Expected("train", (), 0.0, before=self._weights)
-            if self._envelopes.is_full:  # four more runs of a stage are enough
-                return None
-            try:
-                return one_place_off(self._reference, blank, [self._batch(k)])[0]
-            except Exception:  # all types: user code
-                return None
-
-        return Envelope([made or twice, twice], in_fp64, off, narrowest=self.narrowest, inside=self.inside)
+    def _off(self, k: int) -> Contribution | None:
+        """Return a call's contribution with weights one rounding off; None if that fails."""
+        blank = Expected("train", (), 0.0, before=self._weights)
+        try:  # four more runs of a stage are enough
+            return None if self._envelopes.is_full else one_place_off(self._reference, blank, [self._batch(k)])[0]
+        except Exception:  # all types: user code
+            return None
 
     def floor(self, name: str, size: float) -> Floor | None:
         """Return the rounding of a parameter's gradient with norm ``size``; None if unmeasured."""
@@ -375,4 +355,4 @@ class StageRerun:
             return None
         flows = {k: self._calls[k].output_gradients.values() for k in self.numbers}
         sizes = {k: max((one.norm for one in came), default=0.0) for k, came in flows.items()}
-        return self._envelopes.of_sum(sizes).gradient(site, total, calls=len(self.numbers), size=size)
+        return self._envelopes.of_sum(site, total, sizes, size=size)

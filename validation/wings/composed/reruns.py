@@ -1,10 +1,10 @@
 """Reruns of all stages on a rank, and the notes that ranks exchange about them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.observe.calls import Call
@@ -14,7 +14,6 @@ from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.record import RecordError
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.model import LossFn
-from pipeproof.reference.snapshot import Snapshot
 from pipeproof.whitebox.task import LossOfAll
 from pipeproof.wings.composed.chain import Chain
 from pipeproof.wings.composed.link import TARGETS
@@ -68,8 +67,8 @@ class Reruns:
     stages: list[StageRerun] = field(default_factory=list)
     _last: list[StageRerun] = field(default_factory=list)  # the last stage, if on this rank
 
-    def run(self, snapshot: Snapshot, note: Callable[[StageRerun, Callable[[Tensor], bool]], None]) -> None:
-        """Run the stages, last first; restore the job; call ``note`` with each stage and its test for written tensors.
+    def run(self) -> None:
+        """Run the stages, last first. This changes the job.
 
         Raises ``RecordError`` if its targets are missing or cannot be matched with calls, or if ranks pass on parts of
         a stage's output.
@@ -98,9 +97,6 @@ class Reruns:
                 where = "the weights of" if loss.weights else "what was given to"
                 at = f" at {loss.stack[0].place}" if loss.stack else ""
                 own.doubt(Reason.OWN_BACKWARD.doubt(_OWN_LOSS.format(at, where, stage)))
-        snapshot.put_back()
-        for own in self.stages:
-            note(own, snapshot.wrote)
 
     def _rerun(self, stage: int, numbers: Sequence[int]) -> StageRerun:
         loss, accumulation = None, replace(self.division.accumulation, bundles={})  # those go by microbatches

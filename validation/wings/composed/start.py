@@ -1,4 +1,4 @@
-"""Start of a composed step: what each rank brings, and what all agree upon: lines, peers, stages and options."""
+"""Start of a composed step: what each rank brings, and what all agree upon."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,77 +30,6 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()  # 
 belongs_to_rank(__name__, "_groups", fresh=lambda _: WeakKeyDictionary())
 _ONE_OF_EACH = "replicas of stages must all have the same ones on a rank, and each replica all of them"
 _UNSPLIT = "there are replicas, and it is unknown which replica runs which microbatches: pass each replica its own"
-
-
-@dataclass(frozen=True)
-class RankLines:
-    """Lines of ranks that ``run`` a step; ``rank`` is in one line.
-
-    ``data``: for every line, the first line with the same microbatches. Such lines are parts of one replica, as in
-    tensor parallelism; otherwise every line is a replica.
-    """
-
-    run: Run = field(default_factory=lambda: Run((0,), (), (None,)))
-    rank: int = 0
-    data: tuple[int, ...] = (0,)
-
-    @classmethod
-    def of(cls, run: Run, rank: int, arrivals: Sequence[Arrival], *, together: int) -> Self:
-        """Build the lines of ``run``; ``together`` ranks share a stage that is cut inside."""
-        every, brought = tuple(range(run.count)), dict[int, tuple[str, ...]]()
-        for line, one in zip(run.replicas, arrivals, strict=True):
-            if one.microbatches is not None:
-                brought.setdefault(line, one.microbatches)
-        first: dict[tuple[str, ...] | None, int] = {}
-        data = tuple(first.setdefault(brought.get(line), line) for line in every)
-        parts = together > 1 and all(data.count(one) == together for one in data)
-        return cls(run, rank, data if parts else every)
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas of the model."""
-        return len({*self.data})
-
-    @property
-    def together(self) -> int:
-        """Number of lines in a replica."""
-        return self.run.count // self.replicas
-
-    @property
-    def split(self) -> bool:
-        """True if the split of microbatches among replicas is known."""
-        return self.replicas == 1 or self.run.apart
-
-    @property
-    def own(self) -> int:
-        """Number of this rank's line."""
-        return self.run.replicas[self.rank]
-
-    @property
-    def replica_of_rank(self) -> list[int]:
-        """The replica of each rank, by the number of its first line."""
-        return [self.data[line] for line in self.run.replicas]
-
-    def of_parts(self, every: Sequence[Mapping[int, StageCalls]], stage: int, count: int) -> list[tuple[Call, ...]]:
-        """Return the last ``count`` calls of ``stage`` on each other rank in this replica."""
-        replicas = self.replica_of_rank
-        others = [rank for rank, of in enumerate(replicas) if of == replicas[self.rank] and rank != self.rank]
-        calls = [every[rank][stage].calls for rank in others if stage in every[rank]]
-        return [one[len(one) - count :] for one in calls if len(one) >= count]
-
-    def of_line(self, every: Sequence[Each], line: int | None = None) -> list[Each]:
-        """Select one line's entries from all ranks' entries; by default this rank's line."""
-        own = self.own if line is None else line
-        return [one for one, of in zip(every, self.run.replicas, strict=True) if of == own]
-
-    def all_pairs(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
-        """Join the microbatches of all replicas, ``given`` by ranks."""
-        leading = [None if self.data[line] != line else one for one, line in zip(given, self.run.replicas, strict=True)]
-        return self.run.together(leading)
-
-    def own_divisor(self, given: float | None, microbatches: int) -> float:
-        """Return a replica's divisor for this many microbatches, when gradients are averaged over replicas."""
-        return float(microbatches or 1) if given is None else given / self.replicas
 
 
 @dataclass(frozen=True)
@@ -204,16 +133,19 @@ class ChainStart:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Agreement of all ranks at the start of the step, seen from this rank's ``lines`` and ``peers``.
+    """Agreement of all ranks at the start of the step, seen from the rank that has these ``peers``.
 
-    ``starts``: each rank's contribution. ``places``: ranks and stages of each parameter. ``first``: by each of its
-    names, the first one, common to all stages that share it. ``known``: these are all names in the model. ``only``: the
-    one stage to rerun; None for all.
+    ``run``: a line of ranks for each copy of the model, and its microbatches. ``starts``: each rank's contribution.
+    ``alike``: for every line, the first line with the same microbatches. Such lines are parts of one replica, as in
+    tensor parallelism; otherwise every line is a replica. ``places``: ranks and stages of each parameter. ``first``: by
+    each of its names, the first one, common to all stages that share it. ``known``: these are all names in the model.
+    ``only``: the one stage to rerun; None for all.
     """
 
-    lines: RankLines = field(default_factory=RankLines)
+    run: Run = field(default_factory=lambda: Run((0,), (), (None,)))
     peers: Peers = field(default_factory=lambda: Peers(0, [()], 0.0))
     starts: Sequence[ChainStart] = ()
+    alike: tuple[int, ...] = (0,)
     places: Mapping[str, Sequence[RankStage]] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
@@ -224,9 +156,59 @@ class Agreed:
         cls, run: Run, rank: int, arrivals: Sequence[Arrival], starts: Sequence[ChainStart], *, bound_s: float
     ) -> Self:
         """Derive the agreement for ``rank`` from all contributions to ``run``. ``bound_s``: the longest wait."""
-        lines = RankLines.of(run, rank, arrivals, together=max(one.together for one in starts))
+        every, brought = tuple(range(run.count)), dict[int, tuple[str, ...]]()
+        for line, one in zip(run.replicas, arrivals, strict=True):
+            if one.microbatches is not None:
+                brought.setdefault(line, one.microbatches)
+        firsts: dict[tuple[str, ...] | None, int] = {}
+        alike = tuple(firsts.setdefault(brought.get(line), line) for line in every)
+        together = max(one.together for one in starts)
+        # Replicas may be given the same data, too: only as many lines as share a cut stage are parts of one.
+        parts = together > 1 and all(alike.count(one) == together for one in alike)
         first = {name: one for start in starts for name, one in start.first.items()}
-        return cls(lines, Peers(rank, [one.stages for one in starts], bound_s), starts, places_of(arrivals), first)
+        peers = Peers(rank, [one.stages for one in starts], bound_s)
+        return cls(run, peers, starts, alike if parts else every, places_of(arrivals), first)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model."""
+        return len({*self.alike})
+
+    @property
+    def together(self) -> int:
+        """Number of lines in a replica."""
+        return self.run.count // self.replicas
+
+    @property
+    def line(self) -> int:
+        """Number of this rank's line."""
+        return self.run.replicas[self.peers.rank]
+
+    @property
+    def replica_of_rank(self) -> list[int]:
+        """The replica of each rank, by the number of its first line."""
+        return [self.alike[line] for line in self.run.replicas]
+
+    def of_parts(self, every: Sequence[Mapping[int, StageCalls]], stage: int, count: int) -> list[tuple[Call, ...]]:
+        """Return the last ``count`` calls of ``stage`` on each other rank in this replica."""
+        replicas, own = self.replica_of_rank, self.peers.rank
+        others = [rank for rank, of in enumerate(replicas) if of == replicas[own] and rank != own]
+        calls = [every[rank][stage].calls for rank in others if stage in every[rank]]
+        return [one[len(one) - count :] for one in calls if len(one) >= count]
+
+    def of_line(self, every: Sequence[Each], line: int | None = None) -> list[Each]:
+        """Select one line's entries from all ranks' entries; by default this rank's line."""
+        own = self.line if line is None else line
+        return [one for one, of in zip(every, self.run.replicas, strict=True) if of == own]
+
+    def all_pairs(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
+        """Join the microbatches of all replicas, ``given`` by ranks."""
+        leading = zip(given, self.run.replicas, strict=True)
+        return self.run.together([None if self.alike[line] != line else one for one, line in leading])
+
+    def own_divisor(self, given: float | None, microbatches: int) -> float:
+        """Return a replica's divisor for this many microbatches, when gradients are averaged over replicas."""
+        return float(microbatches or 1) if given is None else given / self.replicas
 
     @property
     def problems(self) -> dict[int, str]:
@@ -241,23 +223,23 @@ class Agreed:
             for stage in start.stages:
                 ranks.setdefault(stage, []).append(rank)
         for stage, those in sorted(ranks.items()):
-            if len({self.lines.run.replicas[rank] for rank in those}) < len(those):
+            if len({self.run.replicas[rank] for rank in those}) < len(those):
                 return {those[1]: f"stage {stage} is on rank {those[0]}, too; {_ONE_OF_EACH}"}
         names = {name for start in self.starts for name in start.first}
         if lost := [name for start in self.starts for name in start.tied if name not in names]:
             return {0: f"ties has {lost[0]!r}, which no stage holds: give the names that weights have in the model"}
         if gone := sorted({*range(max(ranks, default=0) + 1)} - ranks.keys()):
             return {0: f"no rank has stage {gone[0]}: number the stages from 0, along the data path"}
-        return {} if self.lines.split else {0: _UNSPLIT}
+        return {} if self.replicas == 1 or self.run.apart else {0: _UNSPLIT}
+
+    def data_of(self, line: int) -> Data:
+        """Return a line's microbatches."""
+        return next(one.data for one in self.of_line(self.starts, line) if one.data is not None)
 
     @property
     def data(self) -> Data:
         """Microbatches of this rank's line."""
-        return self.data_of(self.lines.own) if self.starts else []
-
-    def data_of(self, line: int) -> Data:
-        """Return a line's microbatches."""
-        return next(one.data for one in self.lines.of_line(self.starts, line) if one.data is not None)
+        return self.data_of(self.line) if self.starts else []
 
     @property
     def last(self) -> int:
@@ -267,7 +249,7 @@ class Agreed:
     @property
     def placement(self) -> list[int]:
         """Rank of every stage in this line."""
-        own = self.lines.of_line([(rank, one.stages) for rank, one in enumerate(self.starts)])
+        own = self.of_line([(rank, one.stages) for rank, one in enumerate(self.starts)])
         return [rank for _, rank in sorted((stage, rank) for rank, stages in own for stage in stages)]
 
     @cached_property

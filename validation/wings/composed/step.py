@@ -6,6 +6,7 @@ The contract, the model's names, a trace, or the ranks give each module's stage.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from pipeproof.core.tolerance import same_bits
 from pipeproof.core.verdict import Verdict
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.sizes import some
-from pipeproof.records.rank_part import AdapterNames, Rename
+from pipeproof.records.rank_part import AdapterNames
 from pipeproof.records.step_record import Pairs
 from pipeproof.whitebox.handed_back import HandBackError, StepResult, understood
 from pipeproof.whitebox.matching import rename
@@ -56,15 +57,9 @@ class StageByStage(AgainstItself):
     """
 
     def check_of(
-        self,
-        modules: nn.Module | Mapping[int, nn.Module],
-        microbatches: Pairs | None,
-        *,
-        rename: Rename,
-        timeout_s: float,
-        turn: int,
+        self, modules: nn.Module | Mapping[int, nn.Module], microbatches: Pairs | None, **options: Any
     ) -> ComposedCheck:
-        return ComposedCheck(modules, microbatches, against=self, rename=rename, timeout_s=timeout_s, turn=turn)
+        return ComposedCheck(modules, microbatches, against=self, **options)
 
     def check_on_rank(self, context: RankContext, order: RankOrder, bound_s: float) -> Verdict:
         __tracebackhide__ = True  # a failure's traceback begins in the user's own code

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.core.cause import Cause
 from pipeproof.core.comparison import Allowed, Comparison, ExpectedOperation
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.limits import precision_among
 from pipeproof.core.observe.digest import digest
 from pipeproof.core.observe.shards import add_partial, local_tensor
 from pipeproof.core.reason import Reason
 from pipeproof.core.tolerance import default_floor, same_bits
-from pipeproof.core.verdict import describe_error
+from pipeproof.core.verdict import Mismatch, describe_error
 from pipeproof.pipeline.sizes import first_few
 from pipeproof.records.rank_part import RankStages
 from pipeproof.records.record import RecordError
@@ -122,7 +122,7 @@ class WeightsAfter:
         wrong: dict[int, list[str]] = {}
         for name in self._masters:
             stage = self._own.places[name]
-            at = Heading.at(LAW, 0, frozenset(), parameter=name, rank=rank, stage=stage)
+            at = Mismatch(LAW, 1, parameter=name, rank=rank, stage=stage)
             when = "when the step began" if name in self._unlike else "after the step"
             holds = name not in self._unlike and self._is_copied(name)
             self._ledger.hold(at, holds, f"another {when}", _MASTER)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeproof.core.cause import Cause
-from pipeproof.core.ledger import Heading, Ledger
+from pipeproof.core.ledger import Ledger
 from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.digest import contents
 from pipeproof.core.observe.elements import bits
@@ -47,7 +47,7 @@ def enter_weights(ledger: Ledger, ranks: Sequence[Weights]) -> None:
     every = ((rank, site, *one) for rank, weights in enumerate(ranks) for site, one in weights.items())
     pairs = list(_pairs(((site, part), rank, digest) for rank, site, part, digest in every))
     for ((stage, name), _), at, rank, same in pairs:
-        place = Heading.at(_LAW, 0, rank=rank, stage=stage, parameter=name)
+        place = Mismatch(_LAW, 1, rank=rank, stage=stage, parameter=name)
         ledger.hold(place, same, "other weights", f"rank {at}'s weights")
     if not pairs:
         ledger.skip(_LAW, "no two ranks have the same part of a weight")

@@ -95,13 +95,13 @@ class Whole:
     @classmethod
     def of(cls, parts: Sequence[OwnPart], agreed: Agreed, by: AgainstItself) -> "list[Whole]":
         """Build the step of each line from all ranks' parts; ranks outside a line have an empty part."""
-        found, lines = list[Whole](), agreed.lines
-        for line in range(lines.run.count):
+        found = list[Whole]()
+        for line in range(agreed.run.count):
             own = [
-                one if of == line else OwnPart(Ledger(LAWS)) for one, of in zip(parts, lines.run.replicas, strict=True)
+                one if of == line else OwnPart(Ledger(LAWS)) for one, of in zip(parts, agreed.run.replicas, strict=True)
             ]
             data = agreed.data_of(line)
-            found.append(cls(own, data, lines.own_divisor(by.contract.loss_divisor, len(data)), agreed, by))
+            found.append(cls(own, data, agreed.own_divisor(by.contract.loss_divisor, len(data)), agreed, by))
         return found
 
     @cached_property
@@ -191,7 +191,7 @@ class Whole:
         else:
             counts = {name: 1 if name in names else len(those) for name, those in places.items()}
             Comparison(ExpectedOperation("train", (), ()), Allowed(), ledger).count_holders(names, counts, places)
-        at.orders(0, frozenset(), backward=True)
+        at.orders(0, backward=True)
         at.count_reshaped(0)
         enter_wiring(self.chain, ledger, loss_inside=self.by.loss_fn is None)
         for stage, flow in self.passed.items():  # arrivals whose expected values are unknown
@@ -277,7 +277,7 @@ def judge(wholes: Sequence[Whole], weights: Sequence[Weights], *, title: str) ->
             rows[rank] += [replace(one, rank=rank) for one in own.crossings]
     ranks = tuple((RankOperation("train", (), (), crossings=tuple(row)),) for row in rows)
     observed = Observed(wholes[0].observed.schedule, ranks)
-    Execution(wholes[0].conditions, observed, ledger).crossings(0, frozenset())
+    Execution(wholes[0].conditions, observed, ledger).crossings(0)
     _enter_reported(wholes, ledger)
     if any(mismatch.law in ("microbatches", "boundaries") for mismatch in ledger.mismatches):
         for law in LAWS[3:]:

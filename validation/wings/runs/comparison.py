@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeproof.core.judge import conclude
-from pipeproof.core.ledger import ENDLESS, Heading, Ledger
+from pipeproof.core.ledger import ENDLESS, Ledger
 from pipeproof.core.limits import Precision, precision_of
 from pipeproof.core.mismatch import Mismatch
 from pipeproof.core.observe.sketch import Sketch
@@ -226,10 +226,10 @@ class _Comparison:
         floor = partial(self._floor, what, precision)
         self.ledger.sketches(self._at_parameter(law, name), *pair, floor, base=base, stored=stored)
 
-    def _at(self, law: str, **where: Any) -> Heading:
-        return Heading.at(law, self.number, **where)
+    def _at(self, law: str, **where: Any) -> Mismatch:
+        return Mismatch(law, self.number + 1, **where)
 
-    def _at_parameter(self, law: str, name: str) -> Heading:
+    def _at_parameter(self, law: str, name: str) -> Mismatch:
         """Point to the first rank with the parameter, or with the farthest part; to none if unclear."""
         rank, parameter = self.other.parameters[name]
         which = {"initial-weights": "before", "updated-parameters": "weights"}.get(law, "gradients")

@@ -37,60 +37,45 @@ class Part(NamedTuple):
     at: Shard
     sketch: Sketch | None
 
-    @property
-    def place(self) -> tuple[Bounds, tuple[int, int]]:
-        """Place of the part, and its number as an addend."""
-        return self.at.bounds, self.at.addend
-
-    @property
-    def content(self) -> bytes:
-        """Digest; empty if missing."""
-        return b"" if self.sketch is None else self.sketch.digest
-
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """``sketch``: of the whole tensor. parts: each once, from the first rank that has it.
+    """``sketch``: of the whole tensor. parts: from the first rank that has each, by bounds and number as an addend.
 
     apart: a rank whose part differs from another rank's copy, and that other rank.
     """
 
     sketch: Sketch | None
-    parts: tuple[Part, ...]
+    parts: Mapping[tuple[Bounds, tuple[int, int]], Part]
     apart: tuple[int, int] | None = None
 
     def farthest(self, other: "WholeTensor") -> int | None:
         """Return the rank with the farthest part from ``other``'s; None if parts differ in place."""
-        theirs = {one.place: one.sketch for one in other.parts}
-        if theirs.keys() != {one.place for one in self.parts}:
+        if other.parts.keys() != self.parts.keys():
             return None
-        gaps = {
-            one.rank: one.sketch.gap(its)
-            for one in self.parts
-            if one.sketch is not None and (its := theirs[one.place]) is not None and its.digest != one.content
-        }
+        pairs = ((one.rank, one.sketch, other.parts[at].sketch) for at, one in self.parts.items())
+        gaps = {rank: one.gap(its) for rank, one, its in pairs if one and its and its.digest != one.digest}
         return max(gaps, key=gaps.__getitem__, default=None)
 
 
 def whole_tensor(parts: Sequence[Part]) -> WholeTensor:
     """Combine a tensor from all ranks' parts. Replicas count once."""
-    first: dict[object, Part] = {}
+    first: dict[tuple[Bounds, tuple[int, int]], Part] = {}
     apart = None
     for one in parts:
-        other = first.setdefault(one.place, one)
-        if apart is None and other.content != one.content:
+        other = first.setdefault((one.at.bounds, one.at.addend), one)
+        if apart is None and (other.sketch and other.sketch.digest) != (one.sketch and one.sketch.digest):
             apart = one.rank, other.rank
-    distinct, shape = tuple(first.values()), parts[0].at.shape
-    there = [one.sketch for one in distinct if one.sketch is not None]
+    there, shape = [one.sketch for one in first.values() if one.sketch is not None], parts[0].at.shape
     if not there or shape is None:
-        return WholeTensor(None, distinct, apart)
+        return WholeTensor(None, first, apart)
     whole = add_sketches(there, shape)
-    if any(one.at.addend[1] > 1 for one in distinct):
+    if any(one.at.addend[1] > 1 for one in first.values()):
         # Bits of a sum are unknown before summation; projections give its norm.
         content = hashlib.sha256(b"".join(sorted(one.digest for one in there))).digest()[: len(whole.digest)]
         norm = math.sqrt(sum(one**2 for one in whole.projections) / len(whole.projections))
         whole = replace(whole, digest=content, norm=norm)
-    return WholeTensor(whole, distinct, apart)
+    return WholeTensor(whole, first, apart)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from pipeproof.whitebox import WhiteBox
 from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.collect import EarlyStep
 from tests.support.golden import golden
+from tests.support.steps import backward, blocks, pairs
 
 COUNT, WIDTH = 4, 4
 PLANTED = "looking at it raised RuntimeError: planted"
@@ -42,14 +43,6 @@ def test_what_raises_once_is_asked_no_more() -> None:
     assert fence.around(fails)() is None
     look(2)
     assert (looked, fence.broken) == ([1], PLANTED)
-
-
-def test_what_the_users_own_function_raises_is_raised() -> None:
-    fence = Fence()
-    when = fence.of_user(fails)
-    with pytest.raises(RuntimeError, match="planted"):
-        fence.around(when)()
-    assert not fence.broken
 
 
 def test_what_ends_a_program_passes() -> None:
@@ -90,28 +83,15 @@ def test_where_torch_compiles_nothing_is_looked_at() -> None:
     assert (fence.compiled, fence.broken) == (True, "")
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-
-
-def data() -> list[Any]:
-    torch.manual_seed(1)
-    return [(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(COUNT)]
-
-
+build, data = partial(blocks, 2, width=WIDTH), partial(pairs, COUNT, rows=2, width=WIDTH, seed=1)
 Step = Callable[[nn.Module, list[Any]], Any]
 
 
-def plain(model: nn.Module, microbatches: list[Any], *, names: Any = None) -> Any:
+def plain(model: nn.Module, microbatches: list[Any]) -> Any:
     """All in one stage, with what a step may do between calls."""
-    stage, losses = watch(model), []
+    stage = watch(model)
     model.zero_grad()
-    for x, target in microbatches:
-        loss = mse(stage(x.requires_grad_()), target)
-        losses.append(loss.detach())
-        (loss / COUNT).backward()
-    return stage, losses
+    return stage, backward(stage, [(x.requires_grad_(), target) for x, target in microbatches], by=mse)
 
 
 @contextmanager
@@ -120,14 +100,10 @@ def planted(place: str) -> Iterator[None]:
         yield
 
 
-def with_planted(model: nn.Module, microbatches: list[Any], *, place: str) -> Any:
+def with_planted(model: nn.Module | None, microbatches: list[Any], *, place: str) -> Any:
+    """The plain step, where it fails to look; without a model on one that the step makes."""
     with planted(place):
-        return plain(model, microbatches)
-
-
-def with_planted_alone(model: None, microbatches: list[Any], *, place: str) -> Any:
-    """The same, on a model that the step makes."""
-    return with_planted(build(), microbatches, place=place)
+        return plain(build() if model is None else model, microbatches)
 
 
 def validated(whitebox: WhiteBox, step: Step, **options: Any) -> Verdict:
@@ -177,10 +153,10 @@ def test_where_it_is_not_known_what_gradients_are_added_to_nothing_is_judged(whi
 
 @pytest.mark.parametrize(
     "place",
-    ["core.observe.watching.sketch", "core.observe.watching.whole_here", "core.observe.own_losses._note"],
+    ["core.observe.watching.sketch", "core.observe.watching.whole_here", "core.observe.own_losses._edges"],
 )
 def test_a_stage_that_was_not_seen_is_not_run_again(whitebox_here: WhiteBox, place: str) -> None:
-    step = partial(with_planted_alone, place=place)
+    step = partial(with_planted, place=place)
     verdict = validated(whitebox_here, step, reference=StageByStage(mse), loss_fn=None)
     assert verdict.outcome == "unknown", str(verdict)
     assert PLANTED in verdict.details
@@ -210,16 +186,6 @@ def test_steps_of_optimizers_that_were_not_seen_are_told_of() -> None:
         early.check()
 
 
-def by_vjp(model: nn.Module, microbatches: list[Any]) -> Any:
-    return summed(
-        model, microbatches, lambda f, weights: (lambda loss, back: (loss, *back(torch.ones(()))))(*vjp(f, weights))
-    )
-
-
-def by_grad(model: nn.Module, microbatches: list[Any]) -> Any:
-    return summed(model, microbatches, lambda f, weights: (f(weights), grad(f)(weights)))
-
-
 def summed(model: nn.Module, microbatches: list[Any], differentiate: Callable[..., Any]) -> Any:
     """A functional step: gradients of a function of the weights."""
     stage, losses, total = watch(model), [], dict[str, Tensor]()
@@ -243,13 +209,9 @@ def beside(model: nn.Module, microbatches: list[Any], *, trial: Callable[[nn.Mod
     return plain(stage, microbatches)
 
 
-def in_inference(stage: nn.Module, x: Tensor) -> object:
-    with torch.inference_mode():
+def of_fakes(stage: nn.Module, x: Tensor) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         return stage(x)
-
-
-def over_rows(stage: nn.Module, x: Tensor) -> object:
-    return vmap(stage)(x)
 
 
 def over_models(stage: nn.Module, x: Tensor) -> object:
@@ -257,26 +219,30 @@ def over_models(stage: nn.Module, x: Tensor) -> object:
     return vmap(lambda weights: functional_call(stage, weights, (x,)))(several)
 
 
-def of_fakes(stage: nn.Module, x: Tensor) -> object:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return stage(x)
+TRIALS: dict[str, Callable[[Any, Tensor], object]] = {
+    "in inference": lambda stage, x: torch.inference_mode()(stage)(x),
+    "over rows": lambda stage, x: vmap(stage)(x),
+    "over models": over_models,
+    "of fakes": of_fakes,
+    "compiled": lambda stage, x: torch.no_grad()(torch.compile(stage, backend="eager"))(x),
+}
 
 
-def compiled(stage: nn.Module, x: Tensor) -> object:
-    with torch.no_grad():
-        return torch.compile(stage, backend="eager")(x)
+def by_vjp(function: Callable[[Any], Tensor], weights: Any) -> tuple[Any, ...]:
+    loss, back = vjp(function, weights)
+    return loss, *back(torch.ones(()))
 
 
-@pytest.mark.parametrize("step", [by_vjp, by_grad])
-def test_a_functional_step_is_judged_by_its_results(whitebox_here: WhiteBox, step: Step) -> None:
-    verdict = validated(whitebox_here, step)
+@pytest.mark.parametrize("differentiate", [by_vjp, lambda f, weights: (f(weights), grad(f)(weights))])
+def test_a_functional_step_is_judged_by_its_results(whitebox_here: WhiteBox, differentiate: Any) -> None:
+    verdict = validated(whitebox_here, partial(summed, differentiate=differentiate))
     found = unseen(verdict)
     assert [law for law in found if law in WATCHED] == [*WATCHED]
     assert all(UNSEEN in found[law] for law in WATCHED)
     assert verdict.law("initial-weights").outcome == "pass"
 
 
-@pytest.mark.parametrize("trial", [in_inference, over_rows, over_models, of_fakes, compiled])
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
 def test_a_stage_may_be_called_with_any_tensors(
     whitebox: WhiteBox, trial: Callable[[nn.Module, Tensor], object]
 ) -> None:

@@ -60,3 +60,14 @@ def test_a_module_whose_types_are_noted_may_be_saved() -> None:
         assert computed.narrowest == ""
         module(torch.ones(2, 8))
     assert computed.narrowest == "float32"
+
+
+def test_when_it_counts_is_the_users_own_to_say() -> None:
+    stage, x, says = Layer(), torch.ones(2, 8), [True, True, False, False]
+    watcher = Watcher()
+    watcher.watch(stage, lambda: says.pop(0))
+    stage(x), stage(x)
+    assert len(watcher.calls(stage) or []) == 1
+    with pytest.raises(IndexError):
+        stage(x)
+    assert not watcher.unseen(stage)

@@ -14,7 +14,7 @@ from pipeproof import watch
 from pipeproof.core.observe.initial_weights import FirstUse
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 
 def left(model: Any, microbatches: list[Any], *, ranks: tuple[int, ...]) -> Any:
@@ -22,14 +22,11 @@ def left(model: Any, microbatches: list[Any], *, ranks: tuple[int, ...]) -> Any:
     if dist.get_rank() in ranks:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-    stage = watch(model)
-    losses = [loss_fn(stage(x), target) for x, target in microbatches]
-    for loss in losses:
-        (loss / len(microbatches)).backward()
+    losses = backward(watch(model), microbatches)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
-    return stage, [loss.item() for loss in losses]
+    return model, losses
 
 
 @pytest.mark.parametrize(("replicas", "rank"), [([0], 0), ([0, 1], 1)], ids=["everywhere", "on one replica alone"])
@@ -59,15 +56,8 @@ def test_weights_are_those_that_a_module_was_called_with() -> None:
 
 
 def test_no_hook_is_left_behind() -> None:
-    def hooks() -> list[int]:
-        everywhere = (
-            module._global_forward_pre_hooks,
-            module._global_forward_hooks,
-            optimizer._global_optimizer_post_hooks,
-        )
-        return [*map(len, everywhere)]
-
-    before = hooks()
+    hooks = module._global_forward_pre_hooks, module._global_forward_hooks, optimizer._global_optimizer_post_hooks
+    before = [*map(len, hooks)]
     with FirstUse(()):
-        assert all(now > then for now, then in zip(hooks(), before, strict=True))
-    assert hooks() == before
+        assert all(len(now) > then for now, then in zip(hooks, before, strict=True))
+    assert [*map(len, hooks)] == before

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeproof import watch
 from pipeproof.core.verdict import Verdict
-from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import StageByStage
-from tests.support.pipeline_here import MSE, Layer
+from pipeproof.whitebox import WhiteBox
+from tests.support.pipeline_here import MSE, Job, Layer, Sent, checked
+from tests.support.steps import backward, loss_fn
 
 DATA = [
     (torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(m)), torch.full((2, 4, 8), m / 4)) for m in range(3)
 ]
-PART = 1 / len(DATA)
 
 
 def as_it_is(made: Tensor) -> Tensor:
@@ -32,25 +32,19 @@ def cooled(output: Tensor, target: Tensor) -> Tensor:
     return MSE(output, target.reshape(output.shape))
 
 
-def verdict_of(
-    then: Callable[[Tensor], Tensor], *, times: float = 1.0, backwards: int = 1, flat: bool = False
-) -> Verdict:
+class Writing(Job):
+    """Writes to what a stage gave before it is sent."""
+
+    def _received(self, k: int, made: list[list[Tensor]], sent: Sent) -> list[Tensor]:
+        made[-1][0].mul_(2.0).mul_(0.5)
+        return super()._received(k, made, sent)
+
+
+def verdict_of(then: Callable[[Tensor], Tensor], *, flat: bool = False, **more: Any) -> Verdict:
     """Of a step whose last stage gives what ``then`` makes of its layer's, to which the loss writes."""
     torch.manual_seed(0)
-    stages = [Layer(as_it_is), Layer(then)]
     data: list[tuple[Any, Any]] = [(x.flatten(0, 1), y.flatten(0, 1)) for x, y in DATA] if flat else DATA
-    with check_step(dict(enumerate(stages)), data, against=StageByStage(cooled), rename="{}.{}".format) as check:
-        for x, target in data:
-            gave = stages[0](x)
-            gave.mul_(2.0).mul_(0.5)
-            given = gave.detach().requires_grad_()
-            output = stages[1](given)
-            loss = cooled(output, target) * PART * times
-            for k in range(backwards):
-                loss.backward(retain_graph=k + 1 < backwards)
-            gave.backward(given.grad)
-        check.gradients()
-    return check.verdict
+    return checked(Writing([Layer(as_it_is), Layer(then)], data, cooled, **more))
 
 
 @pytest.mark.parametrize("then", [as_it_is, turned, torch.sin])
@@ -60,39 +54,56 @@ def test_gradients_come_by_what_it_is_a_view_of(then: Callable[[Tensor], Tensor]
     assert verdict.outcome == "pass", str(verdict)
 
 
-class Halves(Layer):
-    """Gives two views of one tensor."""
-
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        made = self.layer(x)
-        return made[..., :4], made[..., 4:]
-
-
 class Joined(Layer):
     def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Any:
-        return self.layer(torch.cat([x, *others], -1))
+        return super().forward(torch.cat([x, *others], -1))
 
 
-def test_each_view_of_one_tensor_gets_its_own() -> None:
+def halves(made: Tensor) -> tuple[Tensor, Tensor]:
+    return made[..., :4], made[..., 4:]
+
+
+def written(made: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = halves(made)
+    return first.mul_(2.0), second
+
+
+@pytest.mark.parametrize("then", [halves, written])
+def test_each_view_of_one_tensor_gets_its_own(then: Callable[[Tensor], Any]) -> None:
     """Who writes to one of them takes both out of the graph."""
     torch.manual_seed(0)
-    stages = [Layer(), Halves(), Joined()]
-    with check_step(dict(enumerate(stages)), DATA, against=StageByStage(MSE), rename="{}.{}".format) as check:
-        for x, target in DATA:
-            gave = stages[0](x)
-            given = gave.detach().requires_grad_()
-            halves = stages[1](given)
-            halves[0].mul_(2.0).mul_(0.5)
-            received = [one.detach().requires_grad_() for one in halves]
-            (MSE(stages[2](*received), target) * PART).backward()
-            torch.autograd.backward(halves, [one.grad for one in received])
-            gave.backward(given.grad)
-        check.gradients()
-    assert check.verdict.outcome == "pass", str(check.verdict)
+    verdict = checked(Writing([Layer(as_it_is), Layer(then), Joined()], DATA))
+    assert verdict.outcome == "pass", str(verdict)
 
 
-@pytest.mark.parametrize(("times", "backwards", "cause"), [(2.0, 1, "scale"), (1.0, 2, "doubled")])
-def test_a_fault_there_is_told(times: float, backwards: int, cause: str) -> None:
-    verdict = verdict_of(as_it_is, times=times, backwards=backwards)
+class Cat(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(parts, -1)
+
+
+def test_a_reference_may_write_to_one_of_two_views(whitebox_here: WhiteBox) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Layer(written), Cat())
+
+    verdict = whitebox_here.validate(
+        lambda model, microbatches: (model, backward(watch(model), microbatches)),
+        reference=build,
+        microbatches=DATA,
+        ranks=1,
+        loss_fn=loss_fn,
+    )
+    assert verdict.outcome == "pass", str(verdict)
+
+
+def twice(given: Tensor, output: Tensor, target: Tensor) -> None:
+    loss = cooled(output, target) / len(DATA)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(("fault", "cause"), [({"times": 2.0}, "scale"), ({"end": twice}, "doubled")])
+def test_a_fault_there_is_told(fault: dict[str, Any], cause: str) -> None:
+    verdict = verdict_of(as_it_is, **fault)
     assert verdict.outcome == "fail", str(verdict)
     assert verdict.causes[0].kind == cause, str(verdict)

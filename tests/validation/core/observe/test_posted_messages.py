@@ -93,13 +93,6 @@ def test_a_group_is_left_as_it_was(world: World) -> None:
     assert world.run(afterwards, ranks=2) == [0.0, 0.0]
 
 
-class Posted:
-    """A message that was met at once."""
-
-    def is_completed(self) -> bool:
-        return True
-
-
 def one_too_few(context: RankContext) -> None:
     """Rank 1 waits for a second message, and rank 0 sends one."""
     with posted.note_messages():
@@ -145,28 +138,21 @@ def test_the_call_in_which_a_rank_stands_says_for_whom_it_waits(world: World, in
     assert "worlds/posted_messages.py" not in reports[0].traceback
 
 
-class Group:
-    """As much of a process group as names its messages."""
-
-    group_name = "pipeline"
-
-
 def test_each_slice_of_one_buffer_was_received_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for noted in ("_posted", "_ways"):
         monkeypatch.setattr(posted, noted, Counter())
     monkeypatch.setattr(posted, "_received", {})
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    receive, buffer, group = posted._noting("recv", lambda *_: Posted()), torch.zeros(3, 4), Group()
+    # As much of a message, met at once, and of a process group as is looked at.
+    work, group = SimpleNamespace(is_completed=lambda: True), SimpleNamespace(group_name="pipeline")
+    receive, buffer = posted._noting("recv", lambda *_: work), torch.zeros(3, 4)
     receive(group, [buffer[0]], 1)
     receive(group, [buffer[1]], 1)
-    first, second, none, both = (posted.find_received(one) for one in (buffer[0, 1:], buffer[1], buffer[2], buffer))
-    assert first is not None
-    assert second is not None
-    texts = [came.received[0].text for came in (first, second)]
+    first, second, *others = (posted.find_received(one) for one in (buffer[0, 1:], buffer[1], buffer, buffer[2]))
+    texts = ["" if came is None else came.received[0].text for came in (first, second)]
     assert texts == [f"receive(group, [buffer[{k}]], 1)" for k in (0, 1)]
-    assert none is None
-    assert both == second
+    assert others == [second, None]
     receive(group, [buffer[:2]], 1)
     assert posted.find_received(buffer[0]) == posted.find_received(buffer[1]) != first
     assert posted.find_received(torch.zeros(0)) is None

@@ -1,6 +1,6 @@
 """Parts of parameters: where they lie, what makes up a whole, and what does not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,39 +20,18 @@ from tests.support.steps import loss_fn, pairs
 
 @dataclass(frozen=True)
 class Placement:
+    """As much of a DTensor's placement as is looked at."""
+
     dim: int | None = None
+    split_factor: int = 1
     partial: bool = False
     reduce_op: str = "sum"
-
-    def is_shard(self) -> bool:
-        return self.dim is not None
 
     def is_partial(self) -> bool:
         return self.partial
 
 
-class Replicate(Placement):
-    pass
-
-
-Split = type("Shard", (Placement,), {})  # as DTensor's is called
-
-
-@dataclass(frozen=True)
-class Strided:
-    """What ``fully_shard`` makes of a parameter that tensor parallelism cut. Of torch 2.13 it is no shard."""
-
-    dim: int
-    split_factor: int
-
-    def is_shard(self) -> bool:
-        return False
-
-    def is_partial(self) -> bool:
-        return False
-
-
-Strided.__name__ = "_StridedShard"
+Split, Replicate, Strided = (type(name, (Placement,), {}) for name in ("Shard", "Replicate", "_StridedShard"))
 
 
 @dataclass(frozen=True)
@@ -115,12 +94,17 @@ def test_a_plain_tensor_is_no_part() -> None:
     assert shard_of(torch.ones(3)) is None
 
 
+def joined(parts: Sequence[tuple[Shard, Tensor | None]]) -> Any:
+    """The numbers of the whole."""
+    made = join_shards(parts)
+    return None if made is None else made.tolist()
+
+
 def test_a_sum_that_was_not_formed_is_put_together() -> None:
     parts = [placed((2,), (Replicate(), Placement(partial=True)), (copy, own)) for copy in (0, 1) for own in (0, 1)]
     assert [part.addend for part in parts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    whole = join_shards([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
-    assert whole is not None
-    assert whole.tolist() == [3.0, 30.0], "each addend once, whoever has copies of it"
+    whole = joined([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
+    assert whole == [3.0, 30.0], "each addend once, whoever has copies of it"
     assert find_untiled(parts) == ""
     golden(find_untiled(parts[:1]))
 
@@ -175,18 +159,9 @@ def test_pieces_are_put_together_with_those_of_others() -> None:
     parts = [torch.cat([whole[one] for one in rows]) for rows in ranks]
     lying = [(shard_at(rows, part), part) for rows, part in zip(ranks, parts, strict=True)]
     assert find_untiled([shard for shard, _ in lying]) == ""
-    made = join_shards(lying)
-    assert made is not None
-    assert torch.equal(made, whole)
+    assert joined(lying) == whole.tolist()
     golden(find_untiled([lying[0][0]]))
     golden(find_untiled([lying[0][0], shard_at(slice(0, 3), whole[:3])]))
-
-
-def test_of_equal_parts_the_first_is_put_together() -> None:
-    shards = [shard_at(slice(0, 2), torch.zeros(2)), shard_at(slice(2, 4), torch.zeros(2))]
-    made = join_shards([(shards[0], torch.ones(2)), (shards[1], torch.ones(2)), (shards[1], torch.zeros(2))])
-    assert made is not None
-    assert made.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -209,10 +184,9 @@ def test_an_index_that_does_not_fit(index: Any, sentence: str) -> None:
 def test_parts_put_together() -> None:
     whole = torch.arange(6.0).view(3, 2)
     upper, lower = Shard(((0, 1), (0, 2))), Shard(((1, 3), (0, 2)))
-    made = join_shards([(lower, whole[1:]), (upper, whole[:1])])
-    assert made is not None
-    assert torch.equal(made, whole)
-    assert join_shards([(upper, None), (lower, None)]) is None
+    assert joined([(lower, whole[1:]), (upper, whole[:1])]) == whole.tolist()
+    assert joined([(lower, whole[1:]), (upper, whole[:1]), (upper, whole[1:2])]) == whole.tolist(), "the first counts"
+    assert joined([(upper, None), (lower, None)]) is None
     assert find_untiled([upper, lower, upper]) == ""
 
 

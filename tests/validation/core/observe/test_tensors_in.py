@@ -1,6 +1,6 @@
 """What has tensors in it is told by its type, however a class of a user's own keeps them."""
 
-from collections import OrderedDict, UserDict
+from collections import ChainMap, OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +65,8 @@ HIDING: list[tuple[object, str]] = [
     ((one for one in (HIDDEN,)), "generator"),
     (zip([HIDDEN], [1], strict=True), "zip"),
     (map(torch.sum, [HIDDEN]), "map"),
+    (ChainMap({"h": HIDDEN}), "ChainMap"),
+    (HIDDEN.sum, "builtin_function_or_method"),
     (nested(), "a nested Tensor"),
     (torch.eye(2).to_sparse().requires_grad_(), "a sparse Tensor"),
 ]
@@ -77,6 +79,8 @@ OPEN: list[object] = [
     torch.nn.Linear(2, 2).forward,
     later,
     zip([torch.ones(2)], [1], strict=True),
+    lambda: HIDDEN,  # a global
+    torch,
     None,
 ]  # what is seen, or wants no gradient
 

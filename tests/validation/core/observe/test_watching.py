@@ -18,37 +18,27 @@ from pipeproof.core.observe.watching import Watcher, watching
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox, torch_pipelining
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import WIDTH, backward, blocks, loss_fn
+from tests.support.two_ranks import COUNT, called, data, half, named, one_by_one, passes, plain, step, without_second
 from tests.support.two_ranks import Call as Way
-from tests.support.two_ranks import called, named, passes, plain, step, without_second
 from tests.support.two_ranks import judged as judged_as
 
-WIDTH, COUNT = 8, 4
+
+def judged(whitebox: WhiteBox, step: Any, **more: Any) -> Verdict:
+    given = {"reference": blocks, "microbatches": data(), "ranks": 2, "loss_fn": loss_fn} | more
+    return whitebox.validate(step, **given)
 
 
-build_model = blocks
-data = partial(pairs, COUNT, seed=1)
-
-
-def judged(whitebox: WhiteBox, step: Any) -> Verdict:
-    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
-
-
-def one_leaf(model: nn.Sequential, microbatches: list[Any], *, twice: int | None = None, clears: bool = True) -> Any:
+def one_leaf(model: nn.Sequential, microbatches: list[Any], *, twice: int | None = None) -> Any:
     """All of rank 1's microbatches are received into one leaf. ``twice`` is run backward twice."""
-    rank, losses = dist.get_rank(), []
-    stage, leaf = watch(model[2 * rank : 2 * rank + 2]), torch.empty(4, WIDTH).requires_grad_()
-    for m, (x, target) in enumerate(microbatches):
-        if rank == 0:
-            y = stage(x)
-            dist.send(y.detach(), 1)
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, 1)
-            y.backward(gradient)
-            continue
+    stage, leaf = watch(half(model)), torch.empty(4, WIDTH).requires_grad_()
+    if dist.get_rank() == 0:
+        one_by_one(stage, microbatches)
+        return stage, None
+    losses = []
+    for m, (_, target) in enumerate(microbatches):
         dist.recv(leaf.data, 0)
-        if clears:
-            leaf.grad = None
+        leaf.grad = None
         loss = loss_fn(stage(leaf), target)
         losses.append(loss.item())
         if m == twice:
@@ -56,7 +46,7 @@ def one_leaf(model: nn.Sequential, microbatches: list[Any], *, twice: int | None
         (loss / COUNT).backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         dist.send(leaf.grad, 0)
-    return stage, losses or None
+    return stage, losses
 
 
 def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> None:
@@ -96,7 +86,7 @@ def test_what_a_call_had_added_is_noted_as_cleared(none: bool, by_optimizer: boo
 def no_leaf(model: nn.Sequential, microbatches: list[Any], *, silent: bool = False) -> Any:
     """Rank 1 cannot hand on a gradient: what it received wants none, or its forward has none."""
     (x, target), rank = microbatches[0], dist.get_rank()
-    stage = watch(model[2 * rank : 2 * rank + 2])
+    stage = watch(half(model))
     if rank == 0:
         dist.send(stage(x).detach(), 1)
         dist.recv(torch.empty_like(x), 1)
@@ -121,17 +111,12 @@ def compiled(model: nn.Sequential, microbatches: list[Any], *, itself: bool) -> 
     """What ``torch.compile`` gives back is called; that is watched, or the stage ``itself``."""
     made = torch.compile(model, backend="eager")
     watch(model if itself else made)
-    losses = [loss_fn(made(x), target) for x, target in microbatches]
-    for loss in losses:
-        (loss / COUNT).backward()
-    return model, losses
+    return model, backward(made, microbatches)
 
 
 @pytest.mark.parametrize("itself", [True, False])
 def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox: WhiteBox) -> None:
-    step = partial(compiled, itself=itself)
-    verdict = passes(whitebox.validate(step, reference=blocks, microbatches=data(), ranks=1, loss_fn=loss_fn))
-    law = verdict.law("boundaries")
+    law = passes(judged(whitebox, partial(compiled, itself=itself), ranks=1)).law("boundaries")
     assert law.outcome == ("not observed" if itself else "pass")
     golden(law.note)
 
@@ -275,25 +260,14 @@ class Fed(nn.Module):
 
 def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = None) -> Any:
     """``wrong``: a microbatch whose input is not what was received."""
-    rank, losses = dist.get_rank(), []
-    stage = watch(Fed(model[2 * rank : 2 * rank + 2]))
-    for m, (x, target) in enumerate(microbatches):
+    stage = watch(Fed(half(model)))
+
+    def feed(x: Tensor) -> Tensor:
         stage.given = x
-        if rank == 0:
-            y = stage()
-            dist.send(y.detach(), 1)
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, 1)
-            y.backward(gradient)
-            continue
-        received = torch.empty_like(x)
-        dist.recv(received, 0)
-        stage.given = (2 * received if m == wrong else received).requires_grad_()
-        loss = loss_fn(stage(), target)
-        losses.append(loss.item())
-        (loss / COUNT).backward()
-        dist.send(stage.given.grad, 0)  # type: ignore[arg-type]
-    return stage, losses or None
+        made: Tensor = stage()
+        return made
+
+    return stage, one_by_one(feed, microbatches, lambda m, x: 2 * x if m == wrong else x) or None
 
 
 def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox) -> None:

@@ -11,7 +11,7 @@ from pipeproof import watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 
 def first_again(model: Any, microbatches: list[Any], *, times: int = 2, factor: float = 1.0) -> Any:
@@ -70,14 +70,9 @@ def build(*, normed: bool) -> nn.Module:
 
 
 def other_step(model: Any, microbatches: list[Any], *, fault: str) -> Any:
-    losses = []
-    if fault == "evaluation":
-        model.eval()
-    for number, (x, target) in enumerate(microbatches):
-        wrong = fault == "input" or (fault == "one input" and number == 1)
-        losses.append(loss_fn(model(x.flip(1) if wrong else x), target))
-        (losses[-1] / len(microbatches)).backward()
-    return model, losses
+    wrong = {"input": range(len(microbatches)), "one input": [1]}.get(fault, ())
+    given = [(x.flip(1) if m in wrong else x, target) for m, (x, target) in enumerate(microbatches)]
+    return model, backward(model.train(fault != "evaluation"), given)
 
 
 def judged(whitebox_here: WhiteBox, fault: str, *, normed: bool = False) -> Verdict:

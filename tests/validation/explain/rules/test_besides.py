@@ -13,7 +13,7 @@ from pipeproof import StepResult, watch
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import WIDTH, blocks, loss_fn, pairs
+from tests.support.steps import WIDTH, backward, blocks, loss_fn, pairs
 
 COUNT = 4
 SKIPPED = 1
@@ -98,13 +98,8 @@ def test_a_second_fault_in_gradients_is_named(
 
 def replicated(model: nn.Sequential, microbatches: list[Any], *, but_for: str) -> Any:
     """Two replicas, of which one skips its first backward. ``but_for``: what is not reduced has this in its name."""
-    rank, losses = dist.get_rank(), []
     stage = watch(model)
-    for m, (x, target) in enumerate(microbatches):
-        loss = loss_fn(stage(x), target)
-        losses.append(loss.item())
-        if (rank, m) != (1, 0):
-            (loss / len(microbatches)).backward()
+    losses = backward(stage, microbatches, skipped=[0] if dist.get_rank() else [])
     for name, parameter in stage.named_parameters():
         assert parameter.grad is not None
         if not but_for or but_for not in name:
@@ -145,31 +140,27 @@ class Tied(nn.Module):
 
 
 def copied(model: Tied, microbatches: list[Any], *, skipped: int, factor: float = 1.0) -> Any:
-    """Stage ``skipped`` leaves a backward out, and so does the one before. ``factor``: of the second one's share."""
+    """Stage ``skipped`` leaves a backward out, and so does the one before. ``factor``: of the second one's share.
+
+    Each rank runs both stages, and watches and hands back its own.
+    """
     rank, losses = dist.get_rank(), []
-    if rank:
-        model.second.weight = nn.Parameter(model.second.weight.detach().clone())
-    stage = watch((model.first, model.second)[rank])
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+    first, second = stages = [watch(one) if k == rank else one for k, one in enumerate((model.first, model.second))]
     for m, (x, target) in enumerate(microbatches):
-        if rank == 0:
-            made = torch.tanh(stage(x))
-            dist.send(made.detach(), 1)
-            gradient = torch.empty_like(made)
-            dist.recv(gradient, 1)
-            if m != SKIPPED:
-                made.backward(gradient)
-            continue
-        received = torch.empty_like(x)
-        dist.recv(received, 0)
-        loss = loss_fn(stage(received.requires_grad_()), target)
+        made = torch.tanh(first(x))
+        received = made.detach().requires_grad_()
+        loss = loss_fn(second(received), target)
         losses.append(loss.item())
         if m != SKIPPED or skipped == 0:
             (loss / COUNT).backward()
-        dist.send(torch.zeros_like(x) if received.grad is None else received.grad, 0)
-    assert stage.weight.grad is not None
-    stage.weight.grad *= factor if rank else 1.0
-    dist.all_reduce(stage.weight.grad)
-    return StepResult(stage, losses or None)
+        if m != SKIPPED:
+            made.backward(received.grad)
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+    both = first.weight.grad + factor * second.weight.grad
+    first.weight.grad = second.weight.grad = both
+    return StepResult(stages[rank], losses if rank else None)
 
 
 @pytest.mark.sweep

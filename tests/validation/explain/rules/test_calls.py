@@ -1,7 +1,8 @@
 """What ran in the wrong mode or not once: the cause has the places of all that is wrong, and of nothing else."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from pipeproof import StageByStage
 from pipeproof.core.cause import Cell, Cells
 from pipeproof.core.observe.observed import Observed, Passed, RankOperation
-from pipeproof.core.verdict import Mismatch
+from pipeproof.core.verdict import Mismatch, Verdict
+from pipeproof.explain.attribution import Attribution
+from pipeproof.explain.evidence import Evidence
 from pipeproof.explain.rules.calls import counts, modes
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.schedule import Schedule
@@ -26,23 +29,19 @@ from tests.support.two_ranks import judged, named, plain, step
 STAGES, COUNT = 4, 3
 
 
-def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
-    """Two ranks of two stages each, and what they ran."""
+def facts(
+    mismatches: list[Mismatch],
+    *ran: Action,
+    stages: int = STAGES,
+    count: int = COUNT,
+    passed: Mapping[int, Passed] = MappingProxyType({}),
+) -> Evidence:
+    """Two ranks with every other stage, and what they ran."""
     rows = [(RankOperation("train", (), tuple(one for one in ran if one.stage % 2 == rank)),) for rank in range(2)]
-    observed = Observed(Schedule("", COUNT, (0, 1, 0, 1), ((), ())), tuple(rows))
-    return SimpleNamespace(
-        verdict=SimpleNamespace(mismatches=mismatches),
-        observed=observed,
-        placement=(0, 1, 0, 1),
-        number=0,
-        operation="train",
-        stages=STAGES,
-        microbatches=COUNT,
-        unseen=(),
-        traced=(),
-        passed={},
-        holders=lambda stage: [stage % 2],
-    )
+    placement = tuple(stage % 2 for stage in range(stages))
+    observed = Observed(Schedule("", count, placement, ((), ())), tuple(rows))
+    verdict = Verdict("a step", "fail", "none", (), tuple(mismatches))
+    return Evidence(verdict, placement, count, 2, gradients={}, norms=(), run=observed, passed=passed)
 
 
 def evaluated(*stages: int) -> list[Mismatch]:
@@ -53,8 +52,8 @@ def uncounted(what: Literal["forward", "backward"], *stages: int) -> list[Mismat
     return [Mismatch("microbatches", 1, (0,), (0, 1, 2), what, rank=s % 2, stage=s) for s in stages]
 
 
-def everything() -> list[Action]:
-    return [Action(s, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(STAGES) for m in range(COUNT)]
+def everything(stages: int = STAGES, count: int = COUNT) -> list[Action]:
+    return [Action(s, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(stages) for m in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -72,39 +71,56 @@ def test_a_mode_is_that_of_the_stages_with_it(
     assert (cause.rank, cause.stage, cause.stages, cause.place) == (rank, stage, stages, place)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "left_out", "again", "expected"),
-    [
-        # Gradients flow from the last stage down, and activations up.
-        (
+def but_for(wrong: list[Mismatch], left_out: Callable[[Action], bool], *again: Action) -> Evidence:
+    return facts(wrong, *(one for one in everything() if not left_out(one)), *again)
+
+
+def cut_off(*lost: int, own: float = 0.0) -> Evidence:
+    """Stage 1 gave its input nothing in microbatch 1; stage 0 has that one so often in its sums, and lost backwards."""
+    cells = Cells(((Cell(1.0), Cell(own)), (Cell(1.0), Cell(1.0))))
+    ran = [one for one in everything(2, 2) if one not in [Action(0, Kind.BACKWARD, m) for m in lost]]
+    passed = {1: Passed((), (), (), cut=frozenset({1}))}
+    known = facts(
+        [Mismatch("microbatches", 1, stage=stage) for stage in range(2)], *ran, stages=2, count=2, passed=passed
+    )
+    vars(known)["attribution"] = Attribution((), (), (), (), (), cells)
+    return known
+
+
+# What is known, and the kind, rank, stage and microbatches of each cause, and whether a graph was cut.
+# Gradients flow from the last stage down, and activations up.
+COUNTS: dict[str, tuple[Evidence, list[tuple[Any, ...]]]] = {
+    "backwards left out": (
+        but_for(
             uncounted("backward", *range(3)),
-            lambda one: one.kind is Kind.BACKWARD and one.stage < 3 and one.microbatch == 1,
-            (),
-            ("dropped", 0, 2, (1,)),
+            lambda one: (one.kind, one.microbatch, one.stage < 3) == (Kind.BACKWARD, 1, True),
         ),
-        (
-            uncounted("forward", 1, 2, 3),
-            lambda one: one.stage >= 1 and one.microbatch == 2,
-            (),
-            ("dropped", 1, 1, (2,)),
-        ),
-        (uncounted("backward", 2), lambda one: False, (0, 1, 1), ("doubled", 0, 2, (0, 1))),
-        (
-            uncounted("backward", *range(STAGES)),
-            lambda one: one.kind is not Kind.FORWARD,
-            (),
-            ("dropped", None, None, (0, 1, 2)),
-        ),
-    ],
-    ids=["backwards left out", "forwards left out", "backwards again", "nowhere"],
-)
-def test_what_did_not_run_once_is_named_where_it_began(
-    wrong: list[Mismatch], left_out: Any, again: tuple[int, ...], expected: tuple[Any, ...]
-) -> None:
-    ran = [one for one in everything() if not left_out(one)]
-    (cause,) = counts(facts(wrong, *ran, *(Action(2, Kind.BACKWARD, m) for m in again)))
-    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == expected
-    golden(cause.detail)
+        [("dropped", 0, 2, (1,), False)],
+    ),
+    "forwards left out": (
+        but_for(uncounted("forward", 1, 2, 3), lambda one: one.stage >= 1 and one.microbatch == 2),
+        [("dropped", 1, 1, (2,), False)],
+    ),
+    "backwards again": (
+        but_for(uncounted("backward", 2), lambda one: False, *(Action(2, Kind.BACKWARD, m) for m in (0, 1, 1))),
+        [("doubled", 0, 2, (0, 1), False)],
+    ),
+    "nowhere": (
+        but_for(uncounted("backward", *range(STAGES)), lambda one: one.kind is not Kind.FORWARD),
+        [("dropped", None, None, (0, 1, 2), False)],
+    ),
+    "nothing to begin with": (cut_off(1), [("dropped", 1, 1, (1,), True)]),
+    "and another": (cut_off(0, 1), [("dropped", 1, 1, (1,), True), ("dropped", 0, 0, (0,), False)]),
+    "it came another way": (cut_off(0, own=1.0), [("dropped", 0, 0, (0,), False)]),
+}
+
+
+@pytest.mark.parametrize("title", COUNTS)
+def test_what_did_not_run_once_is_named_where_it_began(title: str) -> None:
+    known, expected = COUNTS[title]
+    causes = counts(known)
+    assert [(cause.kind, cause.rank, cause.stage, cause.microbatches, cause.cut) for cause in causes] == expected
+    golden("\n".join(cause.detail for cause in causes))
 
 
 EVERY = tuple(range(OF_TWO_RANKS))
@@ -142,45 +158,6 @@ def test_what_final_gradients_say_of_a_graph_that_is_cut_at_the_first_stage_is_s
     verdict = judged(whitebox, partial(cut, those=(2,), rank=0), plain)
     assert named(verdict) == [("dropped", 0, 0, (2,))], verdict
     assert not verdict.causes[0].cut
-
-
-def cut_facts(*ran: Action, own: float = 0.0) -> Any:
-    """Stage 1 gave its input nothing in microbatch 1; stage 0 has that microbatch so often in its sums."""
-    row = RankOperation("train", (), ran)
-    stages = [SimpleNamespace(odd=())] * 2
-    cells = Cells(((Cell(1.0), Cell(own)), (Cell(1.0), Cell(1.0))))
-    return SimpleNamespace(
-        verdict=SimpleNamespace(mismatches=[Mismatch("microbatches", 1, stage=stage) for stage in range(2)]),
-        traced=(),
-        observed=Observed(Schedule("", 2, (0, 0), ((),)), ((row,),)),
-        passed={1: Passed((), (), (), cut=frozenset({1}))},
-        attribution=SimpleNamespace(cells=cells, stages=stages),
-        placement=(0, 0),
-        number=0,
-        operation="train",
-        stages=2,
-        microbatches=2,
-        unseen=(),
-        frozen=range(0),
-    )
-
-
-def all_but(*left_out: Action) -> list[Action]:
-    kinds = Kind.FORWARD, Kind.BACKWARD
-    every = [Action(stage, kind, m) for kind in kinds for stage in range(2) for m in range(2)]
-    return [action for action in every if action not in left_out]
-
-
-def test_backwards_that_had_nothing_to_begin_with_come_of_the_cut() -> None:
-    (cause,) = counts(cut_facts(*all_but(Action(0, Kind.BACKWARD, 1))))
-    assert (cause.kind, cause.stage, cause.microbatches, cause.cut) == ("dropped", 1, (1,), True)
-    first, second = counts(cut_facts(*all_but(Action(0, Kind.BACKWARD, 0), Action(0, Kind.BACKWARD, 1))))
-    assert (first.stage, first.cut, second.stage, second.microbatches, second.cut) == (1, True, 0, (0,), False)
-
-
-def test_a_gradient_that_came_another_way_was_not_cut() -> None:
-    (other,) = counts(cut_facts(*all_but(Action(0, Kind.BACKWARD, 0)), own=1.0))
-    assert (other.stage, other.microbatches, other.cut) == (0, (0,), False)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -22,7 +22,7 @@ from pipeproof.explain.rules.factors import (
 )
 from pipeproof.whitebox import WhiteBox
 from tests.support.golden import golden
-from tests.support.steps import blocks, loss_fn, pairs
+from tests.support.steps import backward, blocks, loss_fn, pairs
 
 ONE = LossScale(1024.0, 1024.0)
 FACTOR = Cause("scale", rank=1, stage=1, factor=1024.0, detail="times")
@@ -93,18 +93,13 @@ def test_it_is_said_to_run_again_only_where_that_was_seen(
     assert [cause.factor for (cause,) in explanations] == [pytest.approx(times)] * len(kinds)
 
 
-def weighted(model: Any, microbatches: list[Any]) -> Any:
-    """All losses are a fourth: there is one count of targets for each microbatch."""
-    losses = []
-    for x, target in microbatches:
-        loss: Any = loss_fn(model(x), target)
-        (loss / len(microbatches) / 4).backward()
-        losses.append(loss.item())
-    return model, losses
+def quartered(model: Any, microbatches: list[Any]) -> Any:
+    """There is one count of targets for each microbatch."""
+    return model, backward(model, microbatches, divisor=4.0 * len(microbatches))
 
 
 def test_tokens_that_nobody_counts_explain_no_factor(whitebox_here: WhiteBox) -> None:
-    verdict = whitebox_here.validate(weighted, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    verdict = whitebox_here.validate(quartered, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
     golden(verdict.causes[0].detail)
 
 

@@ -77,51 +77,33 @@ class Old(torch.autograd.Function):
         return gradient, None
 
 
-def run(stage: nn.Module, microbatches: list[Any], *, evaluate: bool) -> list[float]:
-    """All microbatches, one after another; the losses on the last rank."""
-    losses, last = [], dist.get_rank() == 1
-    for x, target in microbatches:
-        if last:
-            dist.recv(x := torch.empty_like(x), 0)
-            x.requires_grad_(not evaluate)
-        y = stage(x)
-        if last:
-            loss = loss_fn(y, target)
-            losses.append(loss.item())
-            if not evaluate:
-                (loss / len(microbatches)).backward()
-                dist.send(x.grad, 0)
-        else:
-            dist.send(y.detach(), 1)
-            if not evaluate:
-                dist.recv(gradient := torch.empty_like(y), 1)
-                y.backward(gradient)
-    return losses
-
-
 def job(model: nn.Sequential, operations: Iterator[tuple[str, list[Any]]], *, way: Way) -> Iterator[Any]:
-    rank = dist.get_rank()
-    part = model[2 * rank :][:2]
-    stage = watch(part) if way.watched else part
-    optimizer, sums = sgd(part, way.rate), {name: torch.zeros_like(one) for name, one in part.named_parameters()}
-    first = [(block[0].weight.detach().clone(), block[0].bias.detach().clone()) for block in part]
+    """Each rank runs both halves, and watches and hands back its own."""
+    rank, halves = dist.get_rank(), [model[:2], model[2:]]
+    halves[rank] = own = watch(halves[rank]) if way.watched else halves[rank]
+    optimizer, sums = sgd(model, way.rate), {name: torch.zeros_like(one) for name, one in own.named_parameters()}
+    first = [(block[0].weight.detach().clone(), block[0].bias.detach().clone()) for block in model]
     for number, (operation, microbatches) in enumerate(operations):
-        for block, own in zip(part, first, strict=True):
+        for k, (block, kept) in enumerate(zip(model, first, strict=True)):
             block[0].cut, block[0].autocast = number >= way.halves, way.narrow and not way.around
-            if number and rank in way.old:
+            if number and k // 2 in way.old:
                 now = block[0].weight, block[0].bias
-                block[0].kept = tuple(Old.apply(new, old) for new, old in zip(now, own, strict=True))
+                block[0].kept = tuple(Old.apply(new, old) for new, old in zip(now, kept, strict=True))
         optimizer.zero_grad()
-        with torch.set_grad_enabled(operation != "eval"):
-            losses = run(stage, microbatches, evaluate=operation == "eval")
-        if way.main and operation != "eval":
-            for name, one in part.named_parameters():
-                sums[name] += one.grad
-                one.grad = sums[name].clone()
+        losses = []
+        for x, target in microbatches:
+            with torch.set_grad_enabled(operation != "eval"):
+                loss = loss_fn(halves[1](halves[0](x)), target)
+            losses.append(loss.item())
+            if operation != "eval":
+                (loss / len(microbatches)).backward()
+        for name, one in own.named_parameters() if way.main and operation != "eval" else ():
+            sums[name] += one.grad
+            one.grad = sums[name].clone()
         if operation == "train":
             optimizer.step()
         handed = {name: one.clone() if way.main == "copies" else one for name, one in sums.items()}
-        yield StepResult(stage, losses, gradients=handed if way.main else None)
+        yield StepResult(own, losses if rank else [], gradients=handed if way.main else None)
         for one in sums.values() if way.clears else ():
             one.zero_()
 

@@ -25,10 +25,11 @@ from pipeproof.whitebox.matching import Local
 from pipeproof.whitebox.rank import ModulePart
 from pipeproof.whitebox.stages_in_order import PlacedStage
 from tests.support.golden import golden
-from tests.support.steps import loss_fn, pairs
+from tests.support.steps import backward, loss_fn, pairs
+from tests.support.sweeps import some
 
 COUNT = 6
-Names = Callable[[str], bool]
+data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
 
 
 def build_model() -> nn.Module:
@@ -36,119 +37,74 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
-
-
 def judged(
     whitebox: WhiteBox,
-    reduced: Names,
     *,
+    left: str = "",
     before: int = COUNT // 2,
-    noise: float = 0.0,
+    divisor: int = 2,
     times: float = 1.0,
-    summed: bool = False,
+    spoil: Callable[[Any], object] = lambda model: None,
 ) -> Verdict:
-    """Two replicas that take the mean of some parameters' gradients, before the microbatch ``before`` of each."""
+    """Two replicas that take the mean of all gradients but for ``left``, before the microbatch ``before`` of each."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:
         losses = []
         for m, (x, target) in enumerate([*microbatches, (None, None)]):
-            if m == before:
-                for name, p in model.named_parameters():
-                    if reduced(name):
-                        dist.all_reduce(p.grad)
-                        p.grad /= 1 if summed else 2
+            for name, p in model.named_parameters() if m == before else ():
+                if name != left:
+                    dist.all_reduce(p.grad)
+                    p.grad /= divisor
             if m < len(microbatches):
                 loss = times * loss_fn(model(x), target)
                 (loss / len(microbatches)).backward()
                 losses.append(loss.item())
-        if noise:
-            model[0].weight.grad += dist.get_rank() * noise * torch.randn(8, 5)
+        spoil(model)
         return model, losses
 
     return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
 
 
-@pytest.mark.sweep
-def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
-    assert judged(whitebox, lambda name: True).outcome == "pass"
+def noisy(model: Any) -> None:
+    model[0].weight.grad += dist.get_rank() * 1e-2 * torch.randn(8, 5)
 
 
-@pytest.mark.parametrize(("left", "parameter"), [("0.weight", "0.weight"), ("2.bias", "2.bias")])
-def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
-    (cause,) = judged(whitebox, lambda name: name != left).causes
-    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
-    golden(cause.detail, numbers=False)
+def halved_on_one(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad /= 1 + dist.get_rank()
 
 
-def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, before=2).causes
-    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
-    golden(cause.detail, numbers=False)
+# How two replicas are reduced, the outcome, and each cause's kind, rank, stage, parameter and factor.
+JOBS: dict[str, tuple[dict[str, Any], str, list[tuple[Any, ...]]]] = {
+    "in time": ({}, "pass", []),
+    "not one": ({"left": "0.weight"}, "fail", [("not-reduced", None, 0, "0.weight", None)]),
+    "not another": ({"left": "2.bias"}, "fail", [("not-reduced", None, 0, "2.bias", None)]),
+    "before the last": ({"before": 2}, "fail", [("not-reduced", None, 0, None, None)]),
+    "noise on one": ({"spoil": noisy}, "fail", []),
+    "halved on one": ({"spoil": halved_on_one}, "fail", [("scale", 1, 0, None, 0.5)]),
+    "a sum": ({"divisor": 1}, "fail", [("scale", None, 0, None, 2.0)]),
+    "losses are too large": ({"times": 2.0}, "fail", [("scale", None, 0, None, 2.0)]),
+}
 
 
-@pytest.mark.sweep
-def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, lambda name: True, noise=1e-2)
-    assert (verdict.outcome, verdict.causes) == ("fail", ())
-
-
-def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteBox) -> None:
-    def step(model: Any, microbatches: list[Any]) -> Any:
-        for x, target in microbatches:
-            (loss_fn(model(x), target) / len(microbatches)).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= 2 * (1 + dist.get_rank())
-        return model
-
-    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
-    (cause,) = verdict.causes
-    assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 1, 0, 0.5)
-    assert verdict.law("gradient").outcome == "unknown", "rank 1's gradients are wrong"
-    assert verdict.mismatches[0].rank == 1
-
-
-def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, summed=True).causes
-    assert (cause.kind, cause.factor) == ("scale", 2.0)
-    golden(cause.detail, numbers=False)
-
-
-@pytest.mark.sweep
-def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
-    (cause,) = judged(whitebox, lambda name: True, times=2.0).causes
-    assert (cause.kind, cause.factor) == ("scale", 2.0)
-    golden(cause.detail, numbers=False)
-
-
-def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox_here: WhiteBox) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
-        return nn.Sequential(*layers).bfloat16()
-
-    def step(model: Any, microbatches: list[Any]) -> Any:
-        losses = [loss_fn(model(x), target) for x, target in microbatches]
-        for loss in losses:
-            (loss / len(losses)).backward()
-        for parameter in model.parameters():
-            parameter.grad *= 4
-        return model, [loss.item() for loss in losses]
-
-    draw = torch.Generator().manual_seed(1)
-    given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
-    verdict = whitebox_here.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
-    assert [(cause.kind, cause.factor) for cause in verdict.causes] == [("scale", 4.0)], str(verdict)
+@pytest.mark.parametrize("title", some(JOBS, ["in time", "noise on one", "losses are too large"]))
+def test_how_replicas_were_reduced(whitebox: WhiteBox, title: str) -> None:
+    options, outcome, expected = JOBS[title]
+    verdict = judged(whitebox, **options)
+    found = [(cause.kind, cause.rank, cause.stage, cause.parameter, cause.factor) for cause in verdict.causes]
+    assert (verdict.outcome, found) == (outcome, expected), str(verdict)
+    if expected:
+        golden(verdict.causes[0].detail, numbers=False)
+    if title == "halved on one":  # whose gradients are wrong
+        assert (verdict.law("gradient").outcome, verdict.mismatches[0].rank) == ("unknown", 1)
 
 
 def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
     """Every rank runs the whole model, and hands back its own half."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:
-        losses = [loss_fn(model(x), target) for x, target in microbatches]
-        (torch.stack(losses).sum() / COUNT).backward()
-        return model[:2] if dist.get_rank() < 2 else model[2:], [loss.item() for loss in losses]
+        losses = backward(model, microbatches, divisor=COUNT)
+        return model[:2] if dist.get_rank() < 2 else model[2:], losses
 
     options: dict[str, Any] = {"microbatches": data(), "ranks": [0, 1, 0, 1], "loss_fn": loss_fn}
     causes = whitebox.validate(step, reference=build_model, **options).causes

@@ -14,9 +14,10 @@ from pipeproof.reports.page.grid import Arrow, Grid
 WRONG = Sight("input", False, False, error=0.5, limit=1e-6, really="0F1", expected="0F0")
 
 
-def ran(*rows: str, wrong: dict[str, Sight] | None = None) -> Ran:
-    """Rows of actions such as ``0F0 0B0``."""
+def ran(*rows: str, wrong: dict[str, Sight] | None = None, both: tuple[Sight, ...] = ()) -> Ran:
+    """Rows of actions such as ``0F0 0B0``; the last of them took and made ``both``."""
     sights = {name: (sight,) for name, sight in (wrong or {}).items()}
+    sights |= {rows[-1].split()[-1]: both} if both else {}
     actions = [[Action.parse(name) for name in row.split()] for row in rows]
     done = tuple(tuple(Done(*one, sights.get(str(one), ())) for one in row) for row in actions)
     return Ran(1, 2, tuple(range(len(rows))), done)
@@ -76,7 +77,11 @@ def test_no_arrow_goes_back_in_time() -> None:
     assert found.arrows == (Arrow((0, 0), (1, 1), expected=False),)
 
 
-RIGHT = replace(WRONG, agrees=True, error=0.0, really="")
+RIGHT, KEPT = replace(WRONG, agrees=True, error=0.0, really=""), replace(WRONG, really="", expected="")
+RETURNED = Sight("input gradient", True, True, error=0.0, limit=1e-6)
+FOUR = {"0F0": RETURNED, "0B0": KEPT, "1F0": RETURNED, "1B0": KEPT}
+OVERWRITTEN = Cause("overwritten", 1, 1, (0,), "1B0")
+HALVES = Compared("gradient", 1, "pass", stage=0, parameter="w")
 MADE = Sight("output", True, False, error=0.5, limit=1e-6)
 LOSS = Compared("loss", 1, "pass", microbatch=0, observed=1.0, expected=1.0)
 WENT_INTO = (
@@ -98,6 +103,19 @@ STATES: dict[str, tuple[Grid, str]] = {
     ),
     "what it went into": (grid(ran("0F0 0F1 0B0"), compared=WENT_INTO), "through, not recorded, through"),
     "of another operation": (grid(ran("0F0"), compared=(replace(LOSS, operation=2),)), "not recorded"),
+    "an output not compared": (grid(ran("0F0", both=(RIGHT, replace(MADE, agrees=None)))), "not compared"),
+    "from a wrong source": (
+        grid(ran("0F0 0B0", "1F0 1B0", wrong=FOUR), OVERWRITTEN),
+        "right, consequence, right, culprit",
+    ),
+    "from a right source": (
+        grid(ran("0F0 0B0", "1F0 1B0", wrong=FOUR, both=(KEPT, RETURNED)), OVERWRITTEN),
+        "right, wrong, right, culprit",
+    ),
+    "halves of a backward": (
+        grid(ran("0F0 0I0 0W0", "1F0 1I0 1W0"), compared=(HALVES,)),
+        "not recorded, not recorded, through, not recorded, through, not recorded",
+    ),
 }
 
 
@@ -105,26 +123,3 @@ STATES: dict[str, tuple[Grid, str]] = {
 def test_states_follow_from_causes_and_comparisons(name: str) -> None:
     found, expected = STATES[name]
     assert ", ".join(states(found).values()) == expected
-
-
-def test_wrong_from_right_sources_is_no_consequence() -> None:
-    right = Sight("input gradient", True, True, error=0.0, limit=1e-6)
-    kept = replace(WRONG, really="", expected="")
-    found = ran("0F0 0B0", "1F0 1B0", wrong={"0B0": kept, "1B0": kept, "1F0": right, "0F0": right})
-    cause = Cause("overwritten", 1, 1, (0,), "1B0")
-    assert states(grid(found, cause))["0B0"] == "consequence"
-    both = tuple(replace(done, sights=(kept, right)) if done.action == "1B0" else done for done in found.ranks[1])
-    assert states(grid(replace(found, ranks=(found.ranks[0], both)), cause))["0B0"] == "wrong"
-
-
-def test_an_output_that_was_not_compared() -> None:
-    taken, made = replace(WRONG, agrees=True, error=0.0, really=""), replace(WRONG, made=True, agrees=None)
-    found = ran("0F0")
-    row = (replace(found.ranks[0][0], sights=(taken, made)),)
-    assert states(grid(replace(found, ranks=(row,)))) == {"0F0": "not compared"}
-
-
-def test_the_first_half_of_a_backward() -> None:
-    right = Compared("gradient", 1, "pass", stage=0, parameter="w")
-    found = grid(ran("0F0 0I0 0W0", "1F0 1I0 1W0"), compared=(right,))
-    assert {name for name, state in states(found).items() if state == "through"} == {"0W0", "1I0"}

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,9 +22,8 @@ from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.wings.adapters import adapter
 from pipeproof.wings.adapters.adapter import Adapter
-from pipeproof.wings.adapters.drawn import Drawn, contents
 from pipeproof.wings.adapters.framework import AdapterError, Framework
-from pipeproof.wings.adapters.step import FrameworkStep, Sight
+from pipeproof.wings.adapters.step import Drawn, FrameworkStep, Sight, contents
 from pipeproof.wings.adapters.whole import Whole
 from tests.support.doubles import InThisProcess
 from tests.support.golden import golden
@@ -51,12 +51,19 @@ def test_an_adapter_imports_nothing_of_its_framework(name: str) -> None:
         ("transformers", {}, "transformers is not installed: pip install"),
     ],
 )
-def test_without_its_framework_a_sentence_says_so(
+def test_without_its_framework_or_with_another_version_a_sentence_says_so(
     name: str, given: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(AdapterError, match=f"^{sentence}"):
-        getattr(pipeproof, name).validate(len, reference=nn.Module, microbatches=[], ranks=2, **given)
+    own, other = sentence.partition(" ")[0], ModuleType(name)
+    other.__version__ = "0.0.1"  # type: ignore[attr-defined]  # a package's
+    for package, told in (
+        (None, sentence),
+        (other, rf"{own} is 0\.0\.1: this pipeproof knows .*, so install one of it"),
+    ):
+        monkeypatch.setitem(sys.modules, name, package)
+        monkeypatch.setitem(sys.modules, "megatron.core", package)
+        with pytest.raises(AdapterError, match=f"^{told}"):
+            getattr(pipeproof, name).validate(len, reference=nn.Module, microbatches=[], ranks=2, **given)
 
 
 class Engine:

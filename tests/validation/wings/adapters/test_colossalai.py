@@ -1,6 +1,5 @@
 """What pipeproof.colossalai knows without ColossalAI: how batches are cut and packed, and which stage has what."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipeproof
 from pipeproof.wings.adapters.colossalai import ColossalAIError
-from pipeproof.wings.adapters.colossalai_chunks import stages_of, tell_chunks_apart
-from pipeproof.wings.adapters.colossalai_whole import cut, whole_of
+from pipeproof.wings.adapters.colossalai_whole import cut, stages_of, tell_chunks_apart, whole_of
 from pipeproof.wings.adapters.whole import OfMicrobatch, Packed
 
 ROWS = torch.arange(8).view(4, 2)
@@ -128,12 +125,3 @@ def test_virtual_stages_of_one_module_are_told_apart(zbv: bool, held: tuple[int,
 def test_layers_that_are_in_no_list_are_said() -> None:
     with pytest.raises(ColossalAIError, match=r"^no list of the model has layers 0 to 0, 1 to 1, and no others"):
         stages_of(manager(zbv=False, ranges=[[0, 1], [1, 2]]), Model((0, 3)))
-
-
-def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "colossalai", SimpleNamespace(__version__="0.4.8"))
-    booster = SimpleNamespace(plugin=None)
-    with pytest.raises(
-        ColossalAIError, match=r"^colossalai is 0\.4\.8: this pipeproof knows 0\.5, so install one of it$"
-    ):
-        pipeproof.colossalai.observe(booster, None, None, [], nn.Linear(2, 2)).__enter__()

@@ -123,33 +123,31 @@ def mapped(start: int, part: Tensor) -> SimpleNamespace:
     return SimpleNamespace(get_lp_grad_fragment=lambda number: part, lp_fragment_address=SimpleNamespace(start=start))
 
 
-def test_the_gradient_is_where_the_engine_keeps_it() -> None:
+ONES, THREES = torch.ones(2, 2), torch.full((2, 2), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "replicas", "expected"),
+    [
+        ({}, 2, None),
+        ({"grad": ONES}, 1, ONES),
+        ({"grad": ONES, "_hp_grad": THREES.flatten()}, 1, THREES),  # of two the one in fp32 counts
+        ({"_hp_mapping": None}, 2, (None, 0)),
+        ({"_hp_mapping": mapped(2, torch.ones(2))}, 2, (torch.ones(2), 2)),
+        ({"_hp_mapping": mapped(0, torch.ones(4))}, 1, ONES),
+    ],
+)
+def test_the_gradient_is_where_the_engine_keeps_it(held: dict[str, Any], replicas: int, expected: Any) -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
-    assert deepspeed.gradient_of(parameter, 2) is None
-    parameter._hp_mapping, parameter._index_in_param_group = None, 0  # type: ignore[attr-defined]  # DeepSpeed's
-    nothing = deepspeed.gradient_of(parameter, 2)
-    assert isinstance(nothing, FlatShard)
-    assert nothing.part is None
-    parameter._hp_mapping = mapped(2, torch.ones(2))  # type: ignore[attr-defined]  # DeepSpeed's
-    shard = deepspeed.gradient_of(parameter, 2)
-    assert isinstance(shard, FlatShard)
-    assert isinstance(shard.part, Tensor)
-    assert (shard.part.tolist(), shard.start) == ([1, 1], 2)
-    parameter._hp_mapping = mapped(0, torch.ones(4))  # type: ignore[attr-defined]  # DeepSpeed's
-    alone = deepspeed.gradient_of(parameter, 1)
-    assert isinstance(alone, Tensor)
-    assert alone.tolist() == [[1, 1], [1, 1]]
-
-
-def test_of_two_gradients_the_one_in_fp32_counts() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    plain = deepspeed.gradient_of(parameter, 1)
-    parameter._hp_grad = torch.full((2,), 3.0)  # type: ignore[attr-defined]  # DeepSpeed's
-    found = deepspeed.gradient_of(parameter, 1)
-    assert isinstance(plain, Tensor)
-    assert isinstance(found, Tensor)
-    assert (plain.tolist(), found.tolist()) == ([1, 1], [3, 3])
+    for name, value in (held | {"_index_in_param_group": 0}).items():
+        setattr(parameter, name, value)
+    found = deepspeed.gradient_of(parameter, replicas)
+    if isinstance(expected, tuple):
+        assert isinstance(found, FlatShard)
+        assert (found.part is None, found.start) == (expected[0] is None, expected[1])
+        found, expected = found.part, expected[0]
+    assert (found is None) == (expected is None)
+    assert found is None or found.equal(expected)  # type: ignore[union-attr]  # a tensor
 
 
 @pytest.mark.parametrize(

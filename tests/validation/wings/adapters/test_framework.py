@@ -13,7 +13,7 @@ from torch import nn
 from pipeproof.whitebox.validator import WhiteBox, validate
 from pipeproof.wings.adapters import framework
 from pipeproof.wings.adapters.framework import AdapterError, Framework
-from pipeproof.wings.adapters.whole import Named
+from pipeproof.wings.adapters.whole import under_name_of
 from pipeproof.worlds.shipping import FIRST
 
 TINY = Framework("tiny-core", "tiny.core", ("0.16", "0.17"), "pip install tiny-core")
@@ -116,7 +116,7 @@ def test_what_is_run_is_called_what_the_user_calls_it() -> None:
     def build_model() -> None:
         pass
 
-    named = Named(build_model, lambda number: number + 1)
+    named = under_name_of(build_model, lambda number: number + 1)
     assert (named.__name__, named(2)) == ("build_model", 3)
 
 

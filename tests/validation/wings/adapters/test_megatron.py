@@ -1,59 +1,27 @@
-"""What pipeproof.megatron knows of Megatron, on models that are like its: names, losses, gradients, versions."""
+"""What pipeproof.megatron knows of Megatron, on models that are like its; a job's step: judged, or refused."""
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import FlatShard
 from pipeproof.wings.adapters import megatron
 from pipeproof.wings.adapters.megatron import MegatronError, gradients_of
 from pipeproof.wings.adapters.megatron_whole import bare, whole_loss
-from tests.support.like_megatron import installed
+from tests.support.golden import golden
+from tests.support.like_megatron import DATA, Chunk, forward_step_calc_loss, installed
+from tests.support.like_megatron import forward_step_of_user as forward_step
 
 
-class Layer(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.layer_number = number
-        self.linear = nn.Linear(2, 2)
-        self.attention = nn.Module()
-        self.attention.layer_number = number  # type: ignore[assignment]  # a number, as Megatron's has
-        self.attention.proj = nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(self.attention.proj(x))  # type: ignore[operator]  # a module
-        return made
-
-
-class Chunk(nn.Module):
-    """A chunk that holds layers ``first``, ``first + 1`` and so on of the whole model, from 1."""
-
-    def __init__(self, first: int, layers: int, *, last: bool = False, tied: bool = False) -> None:
-        super().__init__()
-        covered = {"tensor_model_parallel_size": 1, "num_moe_experts": None, "fp16": False, "bf16": False}
-        self.config = SimpleNamespace(calculate_per_token_loss=False, **covered)
-        self.share_embeddings_and_output_weights = tied
-        self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(Layer(first + number) for number in range(layers))
-        self.decoder.final_layernorm = nn.LayerNorm(2)
-        self.input_tensor: Tensor | None = None
-        if last:
-            self.output_layer = nn.Linear(2, 2, bias=False)
-
-    def set_input_tensor(self, tensor: Tensor) -> None:
-        self.input_tensor = tensor
-
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        made = x if self.input_tensor is None else self.input_tensor
-        assert made is not None
-        for layer in self.decoder.layers:  # type: ignore[union-attr]  # a list of modules
-            made = layer(made)
-        return made
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
 
 
 class Wrapped(nn.Module):
@@ -75,7 +43,7 @@ def test_a_chunk_is_taken_out_of_all_its_wrappers() -> None:
 
 
 def test_layers_have_their_numbers_in_the_whole_model() -> None:
-    names = megatron.global_names(Chunk(5, 2))
+    names = megatron.global_names(Chunk(5, 2, last=True))
     assert names["decoder.layers.0.linear.weight"] == "decoder.layers.4.linear.weight"
     assert names["decoder.layers.1.attention.proj.weight"] == "decoder.layers.5.attention.proj.weight"
     assert names["decoder.final_layernorm.bias"] == "decoder.final_layernorm.bias"
@@ -92,7 +60,6 @@ def test_a_shared_output_layer_is_a_copy_of_the_embedding(tied: bool, name: str)
     assert megatron.global_names(Chunk(1, 1, last=True, tied=tied))["output_layer.weight"] == name
 
 
-@pytest.mark.usefixtures("_megatron")
 def test_a_chunk_gets_the_weights_of_its_own_layers() -> None:
     reference, chunk = Chunk(1, 4), Chunk(3, 2)
     with megatron.observe(Wrapped(chunk), forward_step, [], whole(reference)):
@@ -103,7 +70,6 @@ def test_a_chunk_gets_the_weights_of_its_own_layers() -> None:
         assert not own.equal(reference.get_parameter(f"decoder.layers.{local}.linear.weight"))
 
 
-@pytest.mark.usefixtures("_megatron")
 def test_a_reference_that_lacks_a_parameter_is_said() -> None:
     form = r"model\.decoder\.layers\.2\.linear\.weight of shape \[2, 2\] in float32"
     sentence = rf"^a stage has a parameter {form}, the reference has none: build"
@@ -178,11 +144,6 @@ def test_a_loss_is_what_its_function_means_by_its_results(
     assert whole_loss(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
 
 
-@pytest.fixture
-def _megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch)
-
-
 class Optimizer:
     """As Megatron's: it tells whether it stepped, the norm, and how many zeros there were."""
 
@@ -196,14 +157,9 @@ class Optimizer:
         return True, 1.5, None
 
 
-def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
-    return bare(model)(next(data)), lambda output: (output.sum(), {})
-
-
-@pytest.mark.usefixtures("_megatron")
 def test_a_step_is_observed_and_left_as_it_was() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
-    with megatron.observe([chunk], forward_step, [torch.ones(1, 2)], whole(Chunk(1, 1)), optimizer) as observed:
+    with megatron.observe([chunk], forward_step, DATA[:1], whole(Chunk(1, 1)), optimizer) as observed:
         output, loss_function = observed.forward_step(observed.data_iterator, chunk)
         schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
         loss = schedules.forward_step_calc_loss(chunk, output, loss_function, chunk.config, 4)  # divides in place
@@ -220,7 +176,6 @@ def test_a_step_is_observed_and_left_as_it_was() -> None:
     assert "step" not in vars(optimizer)
 
 
-@pytest.mark.usefixtures("_megatron")
 def test_a_step_that_the_optimizer_did_not_take_is_said() -> None:
     with megatron.observe(Chunk(1, 1), forward_step, [], whole(Chunk(1, 1)), Optimizer()) as observed:
         pass
@@ -228,7 +183,6 @@ def test_a_step_that_the_optimizer_did_not_take_is_said() -> None:
         observed.result()
 
 
-@pytest.mark.usefixtures("_megatron")
 def test_what_a_stage_before_sent_passes_through_the_call() -> None:
     chunk, came, given = Chunk(1, 1), torch.ones(1, 2), []
     with megatron.observe(chunk, forward_step, [], whole(Chunk(1, 1))):
@@ -238,7 +192,6 @@ def test_what_a_stage_before_sent_passes_through_the_call() -> None:
     assert given == [came]
 
 
-@pytest.mark.usefixtures("_megatron")
 def test_gradients_are_those_that_the_optimizer_was_given() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
     with megatron.observe(chunk, forward_step, [], whole(Chunk(1, 1)), optimizer) as observed:
@@ -270,3 +223,122 @@ def test_what_is_not_covered_is_said(name: str, value: object) -> None:
         megatron.observe(chunk, forward_step, [], whole(chunk)),
     ):
         pass
+
+
+class Clipping:
+    """As Megatron's: it clips, and tells whether it stepped, the norm, and how many zeros there were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [*model.parameters()]
+
+    def step(self) -> tuple[bool, float, None]:
+        norm = nn.utils.get_total_norm([one.main_grad for one in self.parameters])  # type: ignore[attr-defined]  # Megatron's
+        for one in self.parameters:
+            one.main_grad.zero_()  # type: ignore[attr-defined]  # Megatron's
+        return True, norm.item(), None
+
+
+def train(model: Chunk, optimizer: Any, factor: float = 1.0, drawn: Any = DATA) -> None:
+    """As Megatron's schedule and its finalizing do."""
+    schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
+    model.zero_grad()
+    data = iter(drawn)
+    for _ in drawn:
+        loss = schedules.forward_step(forward_step, data, model, len(drawn))
+        (loss * factor).backward()
+    tokens = 4.0 if model.config.calculate_per_token_loss else 1.0
+    for one in model.parameters():
+        assert one.grad is not None
+        one.main_grad, one.grad = one.grad / tokens, None  # type: ignore[attr-defined]  # Megatron's
+    if optimizer is not None:
+        optimizer.step()
+
+
+def judged(
+    model: Any,
+    *,
+    optimizer: Any = None,
+    microbatches: Any = DATA,
+    drawn: Any = DATA,
+    factor: float = 1.0,
+    **config: Any,
+) -> Verdict:
+    def reference() -> Chunk:
+        tracker = sys.modules["megatron.core.tensor_parallel.random"]._CUDA_RNG_STATE_TRACKER
+        tracker.states_["model"] = 0
+        return Chunk(**config)
+
+    with megatron.check_step(model, optimizer, forward_step, microbatches, reference=reference, timeout_s=5) as check:
+        if isinstance(model, Chunk):
+            train(model, optimizer, factor, drawn)
+    assert sys.modules["megatron.core.pipeline_parallel.schedules"].forward_step_calc_loss is forward_step_calc_loss
+    assert sys.modules["megatron.core.tensor_parallel.random"]._CUDA_RNG_STATE_TRACKER.states_ == {"model": 3}
+    assert sys.modules["megatron.core.parallel_state"]._DATA_PARALLEL_GROUP == "the job's"
+    assert optimizer is None or "step" not in vars(optimizer)
+    assert not dist.is_initialized()
+    return check.verdict
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_right_step_passes_in_names_of_the_whole_model(per_token: bool) -> None:
+    model = Chunk(calculate_per_token_loss=per_token)
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.0.linear.weight").fill_(0.25)  # the job has trained
+    verdict = judged(model, optimizer=Clipping(model), calculate_per_token_loss=per_token)
+    assert verdict.outcome == "pass", str(verdict)
+    assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
+        "loss": 2,
+        "gradient": 6,
+        "grad-norm": 1,
+    }
+
+
+def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
+    verdict = judged(Chunk(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.tensor(3.0))])
+    assert verdict.outcome == "unknown"
+    golden(verdict.details.splitlines()[0])
+    assert judged(Chunk(), drawn=DATA[:1] * 2).outcome == "fail"  # it is given, and run twice
+
+
+def test_without_an_optimizer_gradients_are_those_at_the_end() -> None:
+    verdict = judged(Chunk())
+    assert (verdict.outcome, verdict.law("gradient").checked) == ("pass", 6), str(verdict)
+
+
+def test_a_wrong_step_is_named() -> None:
+    verdict = judged(Chunk(), factor=2.0)
+    assert verdict.outcome == "fail"
+    assert verdict.law("gradient").outcome == "fail"
+    assert str(verdict.mismatches[0].parameter).startswith("model.decoder.layers.1.")
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (Chunk(hidden_dropout=0.1), {}),
+        (nn.Linear(2, 2), {}),
+        (Chunk(), {"pipeline_model_parallel_size": 2}),
+        (Chunk(), {"microbatches": None}),
+    ],
+)
+def test_what_is_not_covered_is_refused_and_the_job_goes_on(model: Any, more: Any) -> None:
+    verdict = judged(model, **more)
+    assert verdict.outcome == "unknown"
+    golden(verdict.details.splitlines()[0])
+
+
+def test_a_step_in_which_every_token_is_masked_is_said() -> None:
+    masked = [(inputs, torch.tensor(0.0)) for inputs, _ in DATA]
+    told = "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
+    verdict = judged(
+        Chunk(calculate_per_token_loss=True), microbatches=masked, drawn=masked, calculate_per_token_loss=True
+    )
+    assert (verdict.outcome, told in verdict.details) == ("unknown", True), str(verdict)
+    with pytest.raises(MegatronError, match=told):
+        megatron.validate(
+            len,
+            reference=lambda: Chunk(calculate_per_token_loss=True),
+            forward_step=forward_step,
+            microbatches=masked,
+            ranks=1,
+        )

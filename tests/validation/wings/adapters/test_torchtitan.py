@@ -1,7 +1,5 @@
 """What pipeproof.torchtitan knows of torchtitan, without it: microbatches, the loss, names, and what is not covered."""
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.wings.adapters import torchtitan
-from pipeproof.wings.adapters.framework import unwrap
 from pipeproof.wings.adapters.torchtitan import TorchtitanError, UnitLoss, tokens_in, whole_of
+from tests.support.like_framework import install
 
 
 class ChunkedLossWrapper:
@@ -23,17 +21,11 @@ class MoE(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents: dict[str, dict[str, Any]] = {
+    contents = {
         "components.loss": {"IGNORE_INDEX": -100, "ChunkedLossWrapper": ChunkedLossWrapper},
         "models.common.moe": {"MoE": MoE},
     }
-    package = ModuleType("torchtitan")
-    package.__version__ = "0.3.0"  # type: ignore[attr-defined]  # as torchtitan has it
-    monkeypatch.setitem(sys.modules, "torchtitan", package)
-    for name in ("components", "models", "models.common", *contents):
-        module = ModuleType(f"torchtitan.{name}")
-        vars(module).update(contents.get(name, {}))
-        monkeypatch.setitem(sys.modules, f"torchtitan.{name}", module)
+    install(monkeypatch, "torchtitan", "0.3.0", contents)
 
 
 ONE = ({"positions": torch.arange(2), "input": torch.ones(2)}, torch.tensor([3, -100]))
@@ -42,7 +34,7 @@ ONE = ({"positions": torch.arange(2), "input": torch.ones(2)}, torch.tensor([3, 
 def test_microbatches_come_back_as_they_were_and_tokens_that_count_are_counted() -> None:
     whole = whole_of(Added, len, [ONE, ONE])
     assert tokens_in([ONE[1], ONE[1]]) == 2
-    _, ((given, labels), _) = whole.given(whole.build(), list(whole.microbatches))
+    (given, labels), _ = map(whole.given, whole.microbatches)
     assert given["input"].equal(torch.ones(2))
     assert given["positions"].equal(torch.arange(2))
     assert labels is ONE[1]
@@ -124,15 +116,9 @@ def test_a_model_part_has_the_weights_and_names_of_the_whole_model() -> None:
     torchtitan.TORCHTITAN.load([(f"model.{name}", one) for name, one in part.named_parameters()], whole)
     assert part[0].weight.equal(whole[0].weight)
     wrapped = "layers.1._checkpoint_wrapped_module._orig_mod.wo.weight"
-    assert unwrap(wrapped, *torchtitan._WRAPPERS) == "layers.1.wo.weight"
+    assert torchtitan.TORCHTITAN.in_whole(wrapped) == "model.layers.1.wo.weight"
     with pytest.raises(TorchtitanError, match=r"^a stage has a parameter model.0.weight of shape \[2, 2\]"):
         torchtitan.TORCHTITAN.load([("model.0.weight", part[0].weight)], nn.Sequential(nn.Linear(2, 3)))
-
-
-def test_an_unknown_torchtitan_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["torchtitan"], "__version__", "0.2.0")
-    with pytest.raises(TorchtitanError, match=r"^torchtitan is 0.2.0"):
-        torchtitan.validate(len, reference=nn.Identity, loss_fn=len, microbatches=[ONE], ranks=2)
 
 
 def test_what_torch_adds_up_before_fsdp_takes_it_is_a_bundle() -> None:

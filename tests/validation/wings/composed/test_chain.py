@@ -16,6 +16,7 @@ from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.chained import LOSS, WIDTH, Faults, Step, data, named, stage_of, step
 from tests.support.golden import golden
+from tests.support.steps import backward
 
 RANKS, COUNT = 3, 4
 
@@ -157,61 +158,52 @@ def silent(context: RankContext, told: tuple[int, ...]) -> Verdict:
 
 
 class Odd(nn.Module):
-    """A layer of whose calls not all are alike."""
+    """A layer of whose calls not all are alike: ``changed`` is given what it makes, and how many calls there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[Tensor, int], Tensor]) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), list[None]()
+        self.linear, self.calls, self.changed = nn.Linear(WIDTH, WIDTH), list[None](), changed
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
         self.calls.append(None)
-        return self.changed(out)
-
-    def changed(self, out: Tensor) -> Tensor:
-        return out
+        return self.changed(self.linear(x), len(self.calls))
 
 
-class Struck(Odd):
+def struck(out: Tensor, calls: int) -> Tensor:
     """One bit of one output falls over, as by a fault of the hardware: once, and never again."""
-
-    def changed(self, out: Tensor) -> Tensor:
-        if len(self.calls) == 2:
-            with torch.no_grad():
-                out.view(torch.int32)[1, 3] ^= 1 << 20
-        return out
+    if calls == 2:
+        with torch.no_grad():
+            out.view(torch.int32)[1, 3] ^= 1 << 20
+    return out
 
 
-class Moody(Odd):
-    """Gives something else each time that it is called."""
-
-    def changed(self, out: Tensor) -> Tensor:
-        return out * len(self.calls)
+def moody(out: Tensor, calls: int) -> Tensor:
+    return out * calls
 
 
-class Left(Odd):
-    """It has a gradient that an earlier step left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.parameters():
-            parameter.grad = torch.ones_like(parameter)
+def steady(out: Tensor, calls: int) -> Tensor:
+    return out
 
 
 @pytest.mark.parametrize(
-    ("stage", "outcome", "cause"),
-    [(Struck, "fail", ("computation", (1,))), (Moody, "unknown", None), (Left, "fail", ("stale-gradient", ()))],
+    ("changed", "left", "outcome", "cause"),
+    [
+        (struck, False, "fail", ("computation", (1,))),
+        (moody, False, "unknown", None),
+        (steady, True, "fail", ("stale-gradient", ())),
+    ],
 )
 def test_a_stage_that_gives_something_else_once(
-    stage: type[Odd], outcome: str, cause: tuple[str, tuple[int, ...]] | None
+    changed: Callable[[Tensor, int], Tensor], left: bool, outcome: str, cause: tuple[str, tuple[int, ...]] | None
 ) -> None:
-    module, microbatches = stage(), data(3)
+    """Or that has a gradient which an earlier step ``left``."""
+    module, microbatches = Odd(changed), data(3)
+    for parameter in module.parameters() if left else ():
+        parameter.grad = torch.ones_like(parameter)
     with check_step(module, microbatches, against=StageByStage(LOSS), timeout_s=5) as check:
-        losses = [LOSS(module(inputs), target) for inputs, target in microbatches]
-        for loss in losses:
-            (loss / 3).backward()
+        losses = backward(module, microbatches, by=LOSS)
         check.gradients()
-        check.report(losses=[loss.item() for loss in losses])
+        check.report(losses=losses)
     assert check.verdict.outcome == outcome, str(check.verdict)
     assert [(one.kind, one.microbatches) for one in check.verdict.causes[:1]] == ([] if cause is None else [cause])
     assert check.verdict.law("boundaries").reasons == ((Reason.RERUN,) if cause is None else ())

@@ -12,6 +12,7 @@ from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from tests.support.golden import golden
 from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
+from tests.support.steps import backward
 
 UNSEEN = "compile it by torch.compile and pass what that returns, or compile the modules in it"
 Update = Callable[[torch.optim.Optimizer], None]
@@ -29,8 +30,7 @@ class Around(nn.Module):
 def verdict_on(given: nn.Module, called: Callable[[Tensor], Any], data: Any = DATA) -> Verdict:
     """On a step of the one stage ``given``, which is ``called`` so."""
     with check_step(given, data, against=StageByStage(MSE)) as check:
-        for x, target in DATA:
-            (MSE(called(x), target) / 3).backward()
+        backward(called, DATA, by=MSE)
         check.gradients()
     return check.verdict
 

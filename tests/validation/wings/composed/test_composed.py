@@ -18,6 +18,7 @@ from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.steps import backward
 
 LOSS = nn.functional.mse_loss
 WIDTH, ROWS, COUNT = 4, 3, 3
@@ -110,23 +111,16 @@ def job(context: RankContext, kind: str, checked: bool, told: bool) -> tuple[lis
     for _ in range(2):
         if checked:
             with check_step({0: stage}, data, against=by) as check:
-                losses = backwards(stage, data, loss_fn)
+                losses = backward(stage, data, by=loss_fn)
                 check.gradients()
                 optimizer.step()
                 check.report(losses=losses)
             verdicts.append(check.verdict)
         else:
-            backwards(stage, data, loss_fn)
+            backward(stage, data, by=loss_fn)
             optimizer.step()
         optimizer.zero_grad()
     return verdicts, [one.double().sum().item() for one in stage.parameters()]
-
-
-def backwards(stage: nn.Module, data: list[tuple[Tensor, Tensor]], loss_fn: Callable[..., Tensor]) -> list[Tensor]:
-    losses = [loss_fn(stage(x), target) for x, target in data]
-    for loss in losses:
-        (loss / COUNT).backward()
-    return losses
 
 
 DRAWS = [

@@ -146,7 +146,6 @@ RIGHT: dict[str, Callable[[], Job]] = {
     "cast but for the loss": lambda: Job(
         layers(torch.tanh, torch.sin), loss_fn=of_classes, cast=partial(in_bf16, loss=False)
     ),
-    "shapes are tried first": lambda: Job(layers(*[torch.tanh] * 3), trial=True),
     "a mode that does not matter": lambda: Job([one.eval() for one in layers(torch.tanh, torch.sin)]),
 }
 
@@ -196,8 +195,6 @@ WRONG: dict[str, tuple[Callable[[], Job], str]] = {
     "another's target comes in": (
         lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=partial(target_at, wrong=True)), "boundaries"
     ),
-    "nothing is divided": (lambda: Job(layers(torch.tanh, torch.sin), late=1.0), "gradient"),
-    "divided twice as much at last": (lambda: Job(layers(torch.tanh, torch.sin), late=6.0), "gradient"),
     "one target comes in always": (
         lambda: Job(layers(torch.tanh, to_loss), loss_fn=None, more=first_target_at), "boundaries"
     ),
@@ -240,42 +237,14 @@ def test_all_laws_say_what_is_not_known(case: str, max_norm: float) -> None:
     assert laws["boundaries"] == laws["gradient"] == laws["grad-norm"] == "unknown", str(verdict)
 
 
-class _PutOff(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, stage: "PutOff") -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.stage = stage
-        return x @ stage.weight.detach().T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x,), (gradient,), stage = ctx.saved_tensors, gradients, ctx.stage
-        stage.later.append(lambda: gradient.T @ x)
-        return gradient @ stage.weight, None, None
-
-
-class PutOff(nn.Module):
-    """A layer without bias, the gradients of whose weight wait in a list until somebody adds them up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.later = nn.Parameter(torch.eye(8)), list[Callable[[], Tensor]]()
-
-    def forward(self, x: Tensor) -> Any:
-        return _PutOff.apply(x, torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]  # in torch
-
-    def add_up(self) -> None:
-        self.weight.grad = torch.stack([work() for work in self.later]).sum(0).detach()
-        self.later.clear()
-
-
-def test_what_stages_have_besides_tensors_stays() -> None:
-    put_off, stages = PutOff(), layers(torch.tanh, torch.sin)
-    verdict = checked(Job([*stages, put_off], change=put_off.add_up))
-    assert not put_off.later
-    assert [one.calls for one in stages if isinstance(one, Layer)] == [3, 3]
+def test_a_gradient_that_no_backward_gives_is_not_known() -> None:
+    """As where a stage puts off its weights' gradients, and adds them up by hand."""
+    first, last = layers(torch.tanh, torch.sin)
+    first.more = nn.Parameter(torch.zeros(8))
+    verdict = checked(Job([first, last], change=lambda: setattr(first.more, "grad", torch.ones(8))))
     assert verdict.outcome == "unknown", str(verdict)
-    golden(verdict.details.splitlines()[0])
+    assert verdict.law("boundaries").reasons == (Reason.RERUN,)
+    assert "gradient of more" in verdict.details
 
 
 def test_a_microbatch_that_never_ran_is_named() -> None:

@@ -17,7 +17,7 @@ from pipeproof.core.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
-from tests.support.pipeline_here import DATA, MSE, Job, Layer, Sent, checked, layers
+from tests.support.pipeline_here import DATA, MSE, Job, Layer, OneByOne, checked, layers, summed
 
 WIDTH, ROWS, COUNT = 8, 4, 3
 Around = Callable[[], AbstractContextManager[object]]
@@ -262,46 +262,18 @@ def test_two_consumers_may_send_the_same(apart: Mapping[int, int], causes: list[
     assert [(one.kind, one.stage) for one in verdict.causes] == causes
 
 
-class Summed(Layer):
-    """Of all its inputs together."""
-
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
-        return super().forward(sum(others, x))
-
-
 @pytest.mark.parametrize(("keep", "outcome"), [(1.0, "pass"), (0.5, "fail")])
 def test_what_two_consumers_send_may_cancel(keep: float, outcome: str) -> None:
-    stages = [*layers(torch.tanh, torch.neg), Summed()]
-    stages[1].layer = nn.Identity()  # type: ignore[union-attr]
+    stages = [*layers(torch.tanh), Layer(torch.neg, plain=True), Layer(of=summed)]
     verdict = checked(Job(stages, route={2: [(1, 0), (0, 0)]}, keep=keep))
     assert verdict.law("boundaries").outcome == outcome, str(verdict)
-
-
-class Shared(Layer):
-    """Both of its outputs are made of what it makes first."""
-
-    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
-        whole: Tensor = super().forward(sum(others, x))
-        return whole.sin(), whole.exp()
-
-
-@dataclass
-class OneByOne(Job):
-    """Each output has a backward of its own, the first of each stage as often as ``times`` says."""
-
-    often: int = 1
-
-    def _back(self, k: int, made: list[Tensor], sent: Sent) -> None:
-        for n, one in enumerate(made):
-            for _ in range(self.often if n == 0 else 1):
-                for _, came in sent[k, n]:
-                    one.backward(came.grad, retain_graph=True)
 
 
 @pytest.mark.parametrize("often", [1, 2])
 def test_each_output_may_have_its_own_backward(often: int) -> None:
     torch.manual_seed(0)
-    verdict = checked(OneByOne([Shared(), Shared(), Summed()], often=often))
+    shared = (Layer(lambda whole: (whole.sin(), whole.exp()), of=summed) for _ in range(2))  # both of one tensor
+    verdict = checked(OneByOne([*shared, Layer(of=summed)], often=often))
     assert verdict.outcome == ("pass" if often == 1 else "fail"), str(verdict)
     assert {(one.kind, one.stage) for one in verdict.causes} <= {("doubled", 0), ("doubled", 1)}
 

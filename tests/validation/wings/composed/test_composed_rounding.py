@@ -13,10 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import StageByStage, check_step
+from pipeproof.core.observe.recording import MADE
+from pipeproof.core.observe.sketch import sketch
 from pipeproof.core.verdict import Verdict
+from pipeproof.reference.step import Contribution
+from pipeproof.wings.composed.rounding import Envelopes, Made
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.pipeline_here import DATA, MSE, Job, checked, layers
+from tests.support.pipeline_here import DATA, Job, checked, layers
+from tests.support.steps import backward
 
 LOSS = nn.functional.mse_loss
 WIDTH, ROWS, COUNT = 8, 5, 4
@@ -145,17 +150,17 @@ def test_a_multiple_in_bf16_is_no_rounding(factor: float, outcome: str) -> None:
     """Sums in another order do: they lead nowhere."""
     stages = [one.bfloat16() for one in layers(torch.tanh, torch.sin)]
     data = [(x.bfloat16(), y.bfloat16()) for x, y in DATA]
-    job, apart = Job(stages, data), Job([copy.deepcopy(one) for one in stages], data[::-1])
+    apart = Job([copy.deepcopy(one) for one in stages], data[::-1])
     apart.step()
-    with check_step(dict(enumerate(stages)), data, against=StageByStage(MSE), rename="{}.{}".format) as check:
-        losses = job.step()
+
+    def change() -> None:
         for one, other in zip(stages[1].parameters(), apart.stages[1].parameters(), strict=True):
             assert other.grad is not None
             one.grad = other.grad * factor
-        check.gradients()
-        check.report(losses=losses)
-    law = check.verdict.law("gradient")
-    assert (law.outcome, law.exact < law.checked) == (outcome, True), str(check.verdict)
+
+    verdict = checked(Job(stages, data, change=change))
+    law = verdict.law("gradient")
+    assert (law.outcome, law.exact < law.checked) == (outcome, True), str(verdict)
 
 
 def in_fp32(output: Tensor, target: Tensor) -> Tensor:
@@ -177,9 +182,36 @@ def test_a_loss_is_off_as_its_type_rounds(loss_fn: object, factor: float, outcom
     stage = nn.Linear(8, 8).bfloat16()
     data = [(torch.randn(2, 4, 8).bfloat16()).unbind() for _ in range(3)]
     with check_step(stage, data, against=StageByStage(loss_fn)) as check:  # type: ignore[arg-type]
-        losses = [loss_fn(stage(x), target) for x, target in data]  # type: ignore[operator]
-        for loss in losses:
-            (loss / 3).backward()
+        losses = backward(stage, data, by=loss_fn)  # type: ignore[arg-type]
         check.gradients()
-        check.report(losses=[factor * loss.item() for loss in losses])
+        check.report(losses=[factor * loss for loss in losses])
     assert check.verdict.law("loss").outcome == outcome, str(check.verdict)
+
+
+def test_a_call_is_measured_once_and_two_at_most() -> None:
+    """The first that differs, and one that differs more; of sums, the largest contributor, or one half as large."""
+    at, site, ran = (MADE, 0), (0, "w"), list[int]()
+
+    def made(k: int, off: float = 0.0) -> Made:
+        part = Contribution(0.0, {site: torch.ones(4) * (1 + off)})
+        return Made(k, tensors={at: torch.ones(4) * (1 + off)}, contribution=part)
+
+    def again(k: int) -> Made:
+        ran.append(k)
+        return made(k, 1e-6)
+
+    def limit(k: int, off: float) -> float:
+        one = made(k)
+        pairs = {at: (sketch(torch.ones(4) * (1 + off)), sketch(one.tensors[at]))}
+        limits, strange, _ = rounding.of_call(one, pairs)
+        assert not strange
+        return limits[at]
+
+    rounding = Envelopes(again, lambda k: made(k, 2e-6), lambda k: None, narrowest=None, inside=None)
+    assert limit(0, 1e-7) < limit(0, 2e-5) < 1e-4  # fp64 is asked where two runs explain too little
+    assert ran == [0]
+    assert rounding.of_sum(site, torch.ones(4), {0: 1.0, 1: 2.0}, size=2.0) is not None
+    assert ran == [0]
+    assert limit(3, 0.5) < 1e-4
+    assert rounding.of_sum(site, torch.ones(4), {0: 1.0, 1: 9.0}, size=2.0) is not None
+    assert (ran, rounding.is_full) == ([0, 3], True)

@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipeproof import StageByStage, check_step
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
-from pipeproof.whitebox.handed_back import FlatShard
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
@@ -33,6 +32,7 @@ from tests.support.sharded_chain import (
     Sharded,
     sharded_steps,
 )
+from tests.support.steps import backward
 from tests.support.sweeps import some
 
 pytestmark = pytest.mark.long
@@ -117,39 +117,6 @@ def test_gradients_of_the_step_before_in_shards(simulated: World) -> None:
     assert told == [("stale-gradient", 2, 1)], str(verdict)
 
 
-def in_flat_parts(context: RankContext, fault: str) -> Verdict:
-    """Replicas of one stage, of whose gradients each has a flat part, as an optimizer in shards is given them."""
-    torch.manual_seed(0)
-    stage = nn.Linear(WIDTH, WIDTH)
-    draw = torch.Generator().manual_seed(context.rank)
-    data = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
-    with check_step({0: stage}, data, against=StageByStage(LOSS), timeout_s=20) as check:
-        for x, target in data:
-            (LOSS(stage(x), target) / COUNT).backward()
-        parts = {}
-        for name, one in stage.named_parameters():
-            assert one.grad is not None
-            dist.all_reduce(one.grad)
-            flat = one.grad.flatten() / context.ranks
-            own = flat.chunk(context.ranks)[context.rank].clone()
-            start = context.rank * (flat.numel() // context.ranks)
-            if context.rank and fault == "wrong":
-                own.mul_(2)
-            parts[name] = FlatShard(own[:-1] if context.rank and fault == "lost" else own, start)
-        check.gradients(parts)
-    return check.verdict
-
-
-def test_gradients_may_be_in_other_parts_than_weights(simulated: World) -> None:
-    verdict = simulated.run(in_flat_parts, "", ranks=2)[0]
-    assert verdict.outcome == "pass", str(verdict)
-    wrong = simulated.run(in_flat_parts, "wrong", ranks=2)[0]
-    assert {(one.rank, one.law) for one in wrong.mismatches} == {(1, "gradient")}
-    lost = simulated.run(in_flat_parts, "lost", ranks=2)[0].law("gradient")
-    assert (lost.outcome, sorted(lost.left_out)) == ("unknown", ["bias", "weight"])
-    assert lost.reasons == (Reason.PARTS,)
-
-
 def refused(context: RankContext, kind: str) -> Verdict:
     mesh = init_device_mesh("cpu", (context.ranks,))
     stage: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -166,7 +133,7 @@ def refused(context: RankContext, kind: str) -> Verdict:
     microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw))]
     with check_step({0: stage}, microbatches, against=StageByStage(LOSS), timeout_s=20) as check:
         if kind in ("kept", "evaluated"):
-            LOSS(stage(microbatches[0][0]), microbatches[0][1]).backward()
+            backward(stage, microbatches, by=LOSS)
         check.gradients()
     return check.verdict
 
@@ -231,8 +198,7 @@ def parts_stay(context: RankContext) -> list[bool]:
     microbatches = [(torch.randn(ROWS, WIDTH, generator=draw), torch.zeros(ROWS, WIDTH)) for _ in range(COUNT)]
     kind, members, hooks = type(stage), {*stage.__dict__}, hooks_of(stage)
     with check_step({0: stage}, microbatches, against=StageByStage(LOSS), timeout_s=20) as check:
-        for x, target in microbatches:
-            (LOSS(stage(x), target) / COUNT).backward()
+        backward(stage, microbatches, by=LOSS)
         weight, gradient = stage[0].weight, stage[0].weight.grad
         check.gradients()
     same = stage[0].weight is weight and stage[0].weight.grad is gradient

@@ -286,101 +286,86 @@ def test_names_tell_what_weights_are_called(simulated: World) -> None:
     )
 
 
-WHOLE = ["words", "a", "b", "c", "head"]
-V_SHAPED = [Modules([frozenset({"words"}), frozenset({"c", "head"})]), Modules([frozenset({"a"}), frozenset({"b"})])]
+WHOLE, PART = ["words", "a", "b", "c", "head"], ["words", "c", "head"]
 ONE_EACH = [Modules([frozenset({name})], [Flow()]) for name in ("x", "x", "y", "y")]
-NONE = Modules([])
+TRACE = [Action.parse(one) for one in ("3F0", "0F0", "0B0", "3F1")]
+CALLS = [[Call(True, began=1), Call(True, began=4)], [Call(True, began=2)]]
 
 
-def numbers(every: Sequence[Modules], replicas: Replicas, whole: Sequence[str] = ()) -> list[list[int]]:
-    return [list(one) for one in stage_numbers(every, replicas, whole, "mine")]
+def of_names(*modules: str, traced: list[int] | None = None) -> Modules:
+    """A rank's modules, each by the names of its weights."""
+    return Modules([frozenset(one.split()) for one in modules], traced=traced)
 
 
-def test_the_models_names_tell_the_stages() -> None:
-    assert numbers(V_SHAPED, Replicas.along(2, 4), WHOLE) == [[0, 3], [1, 2]]
-    assert numbers([*V_SHAPED, *V_SHAPED], Replicas.along([0, 0, 1, 1], 4), WHOLE) == [[0, 3], [1, 2]] * 2
-    tied = [Modules([frozenset({"head", "words"})]), Modules([frozenset({"a", "words"})])]
-    assert numbers(tied, Replicas.along(2, 4), ["words", "a", "head"]) == [[1], [0]]
-
-
-def test_one_module_has_its_ranks_place() -> None:
-    assert numbers(ONE_EACH, Replicas.along(4, 4)) == [[0], [1], [2], [3]]
-    assert numbers(ONE_EACH, Replicas.along([0, 1, 0, 1], 4)) == [[0], [0], [1], [1]]
-    assert numbers(ONE_EACH, Replicas.along({"dp": 2, "pp": 2}, 4)) == [[0], [1], [0], [1]]
-    assert numbers([NONE, *ONE_EACH[:2]], Replicas.along(3, 4)) == [[], [0], [1]]
-
-
-def test_what_ran_tells_the_stage() -> None:
-    calls = [[Call(True, began=1), Call(True, began=4)], [Call(True, began=2)]]
-    trace = [Action.parse(one) for one in ("3F0", "0F0", "0B0", "3F1")]
-    told = stages_of_actions(trace, calls)
-    assert told == [3, 0]
-    every = [replace(V_SHAPED[0], traced=told), replace(V_SHAPED[1], traced=[1, 2])]
-    assert numbers(every, Replicas.along(2, 2)) == [[3, 0], [1, 2]]
-    assert stages_of_actions(trace[:-1], calls) is stages_of_actions(None, calls) is None, (
-        "other calls than the trace has"
-    )
-    assert stages_of_actions([Action.parse(one) for one in ("3F0", "3F1", "0F0")], calls) is None, (
-        "two stages in one module"
-    )
-
-
-def digests(*names: str) -> frozenset[bytes]:
+def digests(names: str) -> frozenset[bytes]:
     return frozenset(name.encode() for name in names)
 
 
-def passed(came: str, gave: str, returned: str = "", handed: str = "") -> Flow:
+def passed(came: str, gave: str) -> Flow:
     """What passed a module of two calls, each tensor by a letter; - is one that is nobody's."""
-    return Flow([digests(one) for one in came], [digests(one) for one in returned], digests(*gave), digests(*handed))
-
-
-FIRST, SECOND, THIRD = passed("ab", "AB"), passed("AB", "cd"), passed("cd", "CD")
+    return Flow([digests(one) for one in came], [], digests(gave), frozenset())
 
 
 def of_flows(*every: Sequence[Flow]) -> list[Modules]:
     return [Modules([frozenset({"x"})] * len(own), own) for own in every]
 
 
+V_SHAPED = [of_names("words", "c head"), of_names("a", "b")]
+TRACED = [of_names("words", "c head", traced=[3, 0]), of_names("a", "b", traced=[1, 2])]
+FIRST, SECOND, THIRD = passed("ab", "AB"), passed("AB", "cd"), passed("cd", "CD")
+BACKWARD = of_flows([THIRD], [FIRST], [SECOND])
+NUMBERS: dict[str, tuple[list[Modules], Any, list[str], list[list[int]], list[list[int]]]] = {
+    "names": (V_SHAPED, 2, WHOLE, [], [[0, 3], [1, 2]]),
+    "names, in replicas": (V_SHAPED * 2, [0, 0, 1, 1], WHOLE, [], [[0, 3], [1, 2]] * 2),
+    "names, one is tied": ([of_names("head words"), of_names("a words")], 2, ["words", "a", "head"], [], [[1], [0]]),
+    "one module each": (ONE_EACH, 4, [], [], [[0], [1], [2], [3]]),
+    "in replicas side by side": (ONE_EACH, [0, 1, 0, 1], [], [], [[0], [0], [1], [1]]),
+    "in a mesh": (ONE_EACH, {"dp": 2, "pp": 2}, [], [], [[0], [1], [0], [1]]),
+    "a rank has none": ([Modules([]), *ONE_EACH[:2]], 3, [], [], [[], [0], [1]]),
+    "a trace": (TRACED, 2, [], [], [[3, 0], [1, 2]]),
+    "tensors, one sees none": (of_flows([FIRST], [SECOND], [passed("--", "CD")]), 3, [], [], [[0], [1], [2]]),
+    "tensors, one is another's": (of_flows([FIRST], [passed("AC", "cd")], [THIRD]), 3, [], [], [[0], [1], [2]]),
+    "the contract, not tensors": (BACKWARD, 3, [], [[2], [0], [1]], [[2], [0], [1]]),
+    "nor names, of each pipeline": (V_SHAPED * 2, [0, 0, 1, 1], WHOLE, [[3, 0], [1, 2]], [[3, 0], [1, 2]] * 2),
+}
+
+
+@pytest.mark.parametrize(("every", "ranks", "whole", "said", "numbers"), NUMBERS.values(), ids=NUMBERS)
+def test_what_tells_a_modules_stage(
+    every: list[Modules], ranks: Any, whole: list[str], said: list[list[int]], numbers: list[list[int]]
+) -> None:
+    assert [*map(list, stage_numbers(every, Replicas.along(ranks, 4), whole, "mine", said))] == numbers
+
+
 @pytest.mark.parametrize(
-    "flows",
-    [[[FIRST], [SECOND], [passed("--", "CD")]], [[FIRST], [passed("AC", "cd")], [THIRD]]],
-    ids=["one sees none", "one is another's"],
+    ("trace", "stages"),
+    [(TRACE, [3, 0]), (TRACE[:-1], None), (None, None), ([TRACE[0], TRACE[3], TRACE[1]], None)],
+    ids=["right", "other calls than it has", "none", "two stages in one module"],
 )
-def test_ranks_tell_where_tensors_agree(flows: list[list[Flow]]) -> None:
-    assert numbers(of_flows(*flows), Replicas.along(3, 4)) == [[0], [1], [2]]
+def test_what_ran_tells_the_stage(trace: list[Action] | None, stages: list[int] | None) -> None:
+    assert stages_of_actions(trace, CALLS) == stages
 
 
-BACKWARD = [THIRD], [FIRST], [SECOND]
+REFUSED: list[tuple[list[Modules], list[str], list[list[int]], str]] = [
+    (V_SHAPED[:1] * 2, [], [[0]], "stages of .* has \\[0\\] for rank 0, which handed back 2 modules: mend one"),
+    (V_SHAPED[:1] * 2, [], [[0, 1], [2]], "stages of .* has \\[2\\] for rank 1, which handed back 2 modules"),
+    (V_SHAPED[:1] * 2, [], [[0, 1]], "stages of .* has \\[\\] for rank 1, which handed back 2 modules"),
+    (
+        [of_names("words", "c head", traced=[0, 1])] * 2,
+        [],
+        [[1, 0], [2, 3]],
+        "for rank 0, which handed back the stages \\[0, 1\\]",
+    ),
+    (of_flows([FIRST, THIRD], [SECOND]), [], [], "mine handed back modules, and nothing tells in which"),
+    (BACKWARD, [], [], "mine handed back modules, and nothing tells in which"),
+    (of_flows([THIRD], [passed("A-", "cd")], [FIRST]), [], [], "mine handed back modules, and nothing tells in which"),
+    ([of_names("", "a"), *V_SHAPED], PART, [], "mine handed back a module with no weights, .* or stages= of"),
+    (V_SHAPED, PART, [], "mine handed back a module with a, .* or stages= of"),
+]
 
 
-def test_what_the_contract_says_comes_first() -> None:
-    said = [[2], [0], [1]]
-    assert [*map(list, stage_numbers(of_flows(*BACKWARD), Replicas.along(3, 4), (), "mine", said))] == said
-    twice = stage_numbers(V_SHAPED * 2, Replicas.along([0, 0, 1, 1], 4), WHOLE, "mine", [[3, 0], [1, 2]])
-    assert [*map(list, twice)] == [[3, 0], [1, 2]] * 2, "for each rank of a pipeline, whatever names tell"
-
-
-@pytest.mark.parametrize(
-    ("one", "said", "told"),
-    [
-        (V_SHAPED[0], [[0]], "has \\[0\\] for rank 0, which handed back 2 modules: mend one"),
-        (V_SHAPED[0], [[0, 1], [2]], "has \\[2\\] for rank 1, which handed back 2 modules"),
-        (V_SHAPED[0], [[0, 1]], "has \\[\\] for rank 1, which handed back 2 modules"),
-        (replace(V_SHAPED[0], traced=[0, 1]), [[1, 0], [2, 3]], "for rank 0, which handed back the stages \\[0, 1\\]"),
-    ],
-)
-def test_the_contract_may_not_be_contradicted(one: Modules, said: list[list[int]], told: str) -> None:
-    with pytest.raises(HandBackError, match=f"stages of the contract .*{told}"):
-        stage_numbers([one, one], Replicas.along(2, 4), (), "mine", said)
-
-
-def test_where_nothing_tells_that_is_said() -> None:
-    for flows in (([FIRST, THIRD], [SECOND]), BACKWARD, ([THIRD], [passed("A-", "cd")], [FIRST])):
-        with pytest.raises(HandBackError, match="mine handed back modules, and nothing tells in which") as error:
-            numbers(of_flows(*flows), Replicas.along(len(flows), 4))
-        assert reasons_of(*error.value.args) == (Reason.STAGES,)
-    bare = Modules([frozenset(), frozenset({"a"})])
-    for every, told in (([bare, *V_SHAPED], "no weights"), (V_SHAPED, "a")):
-        with pytest.raises(HandBackError, match=f"mine handed back a module with {told}, .* or stages= of") as error:
-            numbers(every, Replicas.along(len(every), 4), ["words", "c", "head"])
-        assert reasons_of(*error.value.args) == (Reason.STAGES,)
+@pytest.mark.parametrize(("every", "whole", "said", "told"), REFUSED)
+def test_what_tells_no_stage_is_said(every: list[Modules], whole: list[str], said: list[list[int]], told: str) -> None:
+    with pytest.raises(HandBackError, match=told) as error:
+        stage_numbers(every, Replicas.along(len(every), 4), whole, "mine", said)
+    assert reasons_of(*error.value.args) == ((Reason.STAGES,) if not said else ())

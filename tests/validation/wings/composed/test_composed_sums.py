@@ -25,19 +25,19 @@ from pipeproof.wings.composed.sums import ReplicaSums
 from pipeproof.worlds.side_store import exchange
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
+from tests.support.chained import LOSS, Faults, Step, backwards, forwards
 from tests.support.golden import golden
+from tests.support.steps import WIDTH, pairs
 from tests.support.sweeps import SWEEP
 
 pytestmark = pytest.mark.long
 
-WIDTH, ROWS, COUNT, STAGES = 8, 4, 3, 2
-LOSS = nn.functional.mse_loss
+COUNT, STAGES = 3, 2
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def data(replica: int) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(5 + replica)
-    return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(COUNT)]
+    return pairs(COUNT, seed=5 + replica)
 
 
 def stage_of(number: int) -> nn.Module:
@@ -59,37 +59,23 @@ def pipelines(context: RankContext, fault: str, averaged: bool) -> Verdict:
     number, replica, replicas = context.rank % STAGES, context.rank // STAGES, context.ranks // STAGES
     peers = [dist.new_group([STAGES * k + p for k in range(replicas)]) for p in range(STAGES)][number]
     peers = dist.group.WORLD if fault == "others" else peers
-    stage, microbatches, other = stage_of(number), data(0 if fault == "same data" else replica), context.rank ^ 1
+    stage, microbatches = stage_of(number), data(0 if fault == "same data" else replica)
     kept = {one: torch.ones_like(one) for one in stage.parameters()} if fault == "kept" and number == 0 else {}
     for parameter, old in kept.items():
         parameter.grad = old
-    with check_step(
-        {number: stage}, microbatches, against=StageByStage(LOSS), rename="{}.{}".format, timeout_s=20
-    ) as check:
-        inputs, outputs, losses = list[Tensor](), list[Tensor](), list[float]()
-        for x, target in microbatches:
-            if number:
-                x = torch.empty(ROWS, WIDTH)
-                dist.recv(x, other)
-            inputs.append(x.requires_grad_(number > 0))
-            output = stage(inputs[-1])
-            if number:
-                losses.append(LOSS(output, target).item())
-                output = LOSS(output, target) / (COUNT if averaged else COUNT * replicas)
-            else:
-                dist.send(output.detach(), other)
-            outputs.append(output)
+
+    def early(here: Step, flow: Tensor) -> Tensor:
+        if fault == "early" and here.microbatch == COUNT - 1:  # the last stage has no flow
+            reduce(stage, peers, replicas if averaged else 1)
+        return flow
+
+    by, at = StageByStage(LOSS), Step(context.rank, STAGES, context.rank - number)
+    own = Faults(flow=early, loss=lambda _, loss: loss if averaged else loss / replicas)
+    with check_step({number: stage}, microbatches, against=by, rename="{}.{}".format, timeout_s=20) as check:
+        forwards(at, stage, microbatches, own)
         for parameter in kept if replica else ():
             parameter.grad = None
-        for m, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
-            if fault == "early" and number == 0 and m == COUNT - 1:
-                reduce(stage, peers, replicas if averaged else 1)
-            flow = torch.empty(ROWS, WIDTH)
-            if not number:
-                dist.recv(flow, other)
-            output.backward(None if number else flow)
-            if x.grad is not None:
-                dist.send(x.grad, other)
+        backwards(at, COUNT, own)
         if (fault, number) not in (("unreduced", 1), ("early", 0)):
             reduce(stage, peers, replicas if averaged and (fault, number) != ("unscaled", 0) else 1)
         if fault == "unreduced" and number == 1 and averaged:
@@ -99,7 +85,7 @@ def pipelines(context: RankContext, fault: str, averaged: bool) -> Verdict:
         if fault == "one rank" and context.rank == 2:
             next(stage.parameters()).grad *= 2  # type: ignore[operator]  # it has one
         check.gradients()
-        check.report(losses=losses or None)
+        check.report(losses=at.losses or None)
     return check.verdict
 
 

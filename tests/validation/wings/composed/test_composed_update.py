@@ -1,7 +1,7 @@
 """What optimizers of all kinds make of weights and master copies: none is blamed for what a copy cannot do."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,8 @@ from pipeproof.core.ledger import Ledger
 from pipeproof.core.reason import Reason
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages
-from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.update import WeightsAfter
-from pipeproof.worlds.worker import RankContext
-from pipeproof.worlds.world import World
-from tests.support.chained import WIDTH, Faults, Step, backwards, data, forwards, named
-from tests.support.pipeline_here import DATA, MSE, Counted, Job, layers
+from tests.support.pipeline_here import Counted, Job, checked, layers
 
 COUNT = 4  # parameters
 HOOKED = "makes of gradients is not known: its step has hooks, or was replaced by another function"
@@ -115,17 +110,16 @@ def step_of(
     **more: Any,
 ) -> tuple[Verdict, list[Tensor]]:
     """The verdict on a step with an optimizer; and the weights before it, as they are when it begins."""
-    stages = layers(torch.tanh, torch.sin) if stages is None else stages
+    stages, kept = layers(torch.tanh, torch.sin) if stages is None else stages, list[Tensor]()
     own = [one for stage in stages for one in stage.parameters()]
     optimizer = make(own)
-    against = StageByStage(MSE, optimizer=optimizer, contract=Contract(max_norm=max_norm))
-    with check_step(dict(enumerate(stages)), DATA, against=against, rename=lambda s, n: f"{s}.{n}") as check:
-        Job(stages).step()
-        check.gradients()
-        kept = [one.detach().clone() for one in own]
+
+    def then() -> None:
+        kept.extend(one.detach().clone() for one in own)
         optimizer.step(**more)
         own[0].data *= fault
-    return check.verdict, kept
+
+    return checked(Job(stages), then=then, optimizer=optimizer, contract=Contract(max_norm=max_norm)), kept
 
 
 KNOWN: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -181,42 +175,38 @@ def test_a_given_optimizer_is_not_asked_for() -> None:
     assert (law.outcome, law.reasons) == ("unknown", (Reason.LINK,)), str(verdict)
 
 
-def step(context: RankContext, told: str, harm: str) -> Verdict:
-    """One step of a stage of three layers, the last of them frozen; two optimizers take a step, and one may be told."""
-    torch.manual_seed(context.rank)
-    stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    stage[2].requires_grad_(False)
-    both: Sequence[Optimizer] = [
-        torch.optim.SGD(stage[0].parameters(), lr=0.1),
-        torch.optim.AdamW(stage[1].parameters(), lr=0.1),
-    ]
-    against, at = StageByStage(MSE, optimizer={"both": both, "first": both[0]}[told]), Step(context.rank, context.ranks)
-    with check_step(stage, data(2), against=against, rename=named, timeout_s=20) as check:
-        forwards(at, stage, data(2), Faults())
-        backwards(at, 2, Faults())
-        check.gradients()
+def several(told: str, harm: int | None) -> Verdict:
+    """One step of two stages of three layers, the last of them frozen; two optimizers take a step.
+
+    ``told``: the optimizers that the check is given; ``harm``: the layer whose weights are changed besides.
+    """
+    torch.manual_seed(0)
+    stages = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(2)]
+    first, second, third = (nn.ModuleList(stage[k] for stage in stages) for k in range(3))
+    third.requires_grad_(False)
+    both = [SGD(first.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.1)]
+
+    def then() -> None:
         for one in both:
             one.step()
-        with torch.no_grad():
-            if harm == "frozen":
-                stage[2].weight.mul_(0.5)
-            if harm == "second":
-                stage[1].weight.mul_(0.5)
-    return check.verdict
+        for stage in stages if harm is not None else ():
+            stage[harm].weight.data.mul_(0.5)
+
+    return checked(Job(stages), then=then, optimizer={"both": both, "first": both[0]}[told])
 
 
-SEVERAL: dict[str, tuple[str, str, str, list[str]]] = {  # which are told, what is harmed, the outcome, and of what
-    "both": ("both", "", "pass", []),
-    "one moves otherwise": ("both", "second", "fail", ["0.1.weight", "1.1.weight"]),
-    "one is not told": ("first", "", "unknown", ["0.1.bias", "0.1.weight", "1.1.bias", "1.1.weight"]),
-    "what is frozen moves": ("both", "frozen", "unknown", ["0.2.weight", "1.2.weight"]),
+SEVERAL: dict[str, tuple[str, int | None, str, list[str]]] = {  # which are told, what is harmed, outcome, and of what
+    "both": ("both", None, "pass", []),
+    "one moves otherwise": ("both", 1, "fail", ["0.1.weight", "1.1.weight"]),
+    "one is not told": ("first", None, "unknown", ["0.1.bias", "0.1.weight", "1.1.bias", "1.1.weight"]),
+    "what is frozen moves": ("both", 2, "unknown", ["0.2.weight", "1.2.weight"]),
 }
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_what_several_optimizers_hold_is_compared(name: str, world: World) -> None:
+def test_what_several_optimizers_hold_is_compared(name: str) -> None:
     told, harm, outcome, those = SEVERAL[name]
-    verdict = world.run(step, told, harm, ranks=2)[0]
+    verdict = several(told, harm)
     law = verdict.law("updated-parameters")
     assert law.outcome == outcome, str(verdict)
     assert sorted({*law.left_out, *(str(one.parameter) for one in verdict.mismatches)}) == those

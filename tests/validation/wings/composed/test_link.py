@@ -35,13 +35,6 @@ class Astray(Job):
         return given
 
 
-def plain(then: Callable[..., Any]) -> nn.Module:
-    """A stage that computes nothing else."""
-    stage = Layer(then)
-    stage.layer = nn.Identity()  # type: ignore[assignment]
-    return stage
-
-
 def twice_the_first(x: Tensor, other: Tensor) -> Tensor:
     return 2 * torch.tanh(x) + other
 
@@ -74,7 +67,7 @@ def three(x: Tensor) -> tuple[Tensor, ...]:
 
 def past(first: int, then: Callable[..., Any] = twice_the_first, *, job: type[Job] = Job, **more: Any) -> Job:
     """The third stage is called on what the second made and what that was given, ``first`` that of a stage."""
-    stages = [*layers(torch.tanh), Beside(), plain(then)]
+    stages = [*layers(torch.tanh), Beside(), Layer(then, plain=True)]
     return job(stages, route={2: [(first, 0), (1 - first, 0)]}, **more)
 
 
@@ -91,11 +84,11 @@ UNTRACED: dict[str, tuple[Callable[[], Job], Outputs]] = {
         for apart in ({}, {0: 1})
     },
     "two of one stage": (
-        lambda: Job([*layers(two), plain(twice_the_first)], route={1: [(0, 0), (0, 1)]}),
+        lambda: Job([*layers(two), Layer(twice_the_first, plain=True)], route={1: [(0, 0), (0, 1)]}),
         [(0, 0), (0, 1)],
     ),
     "two of one stage, exchanged": (
-        lambda: Job([*layers(two), plain(twice_the_first)], route={1: [(0, 1), (0, 0)]}),
+        lambda: Job([*layers(two), Layer(twice_the_first, plain=True)], route={1: [(0, 1), (0, 0)]}),
         [(0, 0), (0, 1)],
     ),
     **{
@@ -143,13 +136,13 @@ OTHERS: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "one is put out twice beside equal ones": (
         lambda: Job(
-            [*layers(unlike), plain(lambda x: (x, x)), Beside(), Layer()],
+            [*layers(unlike), Layer(lambda x: (x, x), plain=True), Beside(), Layer()],
             route={1: [(0, 1)], 2: [(0, 0), (1, 0), (1, 1)]},
         ),
         "unknown",
     ),
     "no gradient comes to one": (
-        lambda: Job([*layers(two), plain(the_first), Layer(twice_the_first)], route={2: [(1, 0), (0, 0)]}),
+        lambda: Job([*layers(two), Layer(the_first, plain=True), Layer(twice_the_first)], route={2: [(1, 0), (0, 0)]}),
         "unknown",
     ),
     "an equal one goes nowhere": (

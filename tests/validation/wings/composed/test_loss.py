@@ -122,6 +122,7 @@ WRONG = {
     "one as if there were more": Dividing((2, 6), 2),
     "one microbatch alone is not divided": Dividing((3,), 1, (3,), other=1),
     "another scale than is said": Dividing((2 / 64, 2 / 64), 2 * 64, said=Contract(loss_scale=1024)),
+    "scaled as is said, and not divided": Dividing((3 / 64,), 1, (3,), said=Contract(loss_scale=64)),
     "another divisor than is said": Dividing((2, 2), 2, said=Contract(loss_divisor=7)),
     "divided at last by other than is said": Dividing((1, 1), 8, said=LATE),
     "nothing is divided": Dividing((1,), 1, (3,)),

@@ -17,10 +17,11 @@ from torch.amp import GradScaler
 from pipeproof import Contract, StageByStage, check_step
 from pipeproof.records.rank_part import Arrival, Run
 from pipeproof.reference.accumulation import Accumulation
-from pipeproof.wings.composed.start import Peers, RankLines
+from pipeproof.wings.composed.link import StageCalls
+from pipeproof.wings.composed.start import Agreed, ChainStart, Peers
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
-from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, named, stage_of
+from tests.support.chained import LOSS, Faults, Step, backwards, data, forwards, stage_of
 from tests.support.golden import golden
 
 COUNT, BOUND_S = 3, 3.0
@@ -29,17 +30,22 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """What each of two ranks is told beside the loss; the number of its stage, whether that is frozen and moved."""
+    """What each of two ranks is told beside the loss; the number of its stage, whether that is frozen and moved.
+
+    ``given``: the gradients that rank 1 hands over, if not those that are there.
+    """
 
     options: tuple[Options, Options] = ({}, {})
     max_norms: tuple[float, float] = (math.inf, math.inf)
     numbers: tuple[int, int] = (0, 1)
     optimizers: tuple[bool, bool] = (False, False)
     frozen: bool = False
+    given: Mapping[str, Any] | None = None
 
 
-def told(context: RankContext, ranks: Ranks) -> str:
-    rank, stage = context.rank, stage_of(context.rank)
+def told(context: RankContext, ranks: Ranks) -> tuple[str, float]:
+    """The verdict, and how long the step took."""
+    rank, stage, began = context.rank, stage_of(context.rank), monotonic()
     stage.requires_grad_(not (ranks.frozen and rank == 0))
     options = dict(ranks.options[rank])
     contract = replace(options.pop("contract", Contract()), max_norm=ranks.max_norms[rank])
@@ -55,10 +61,10 @@ def told(context: RankContext, ranks: Ranks) -> str:
             flows(context)
         else:
             backwards(at, COUNT, Faults())
-        check.gradients()
+        check.gradients(ranks.given if rank else None)
         if optimizer is not None:
             optimizer.step()
-    return check.verdict.details
+    return check.verdict.details, monotonic() - began
 
 
 LATE, CLIPPED = Contract(accumulation=Accumulation(late=True)), (1.0, 1.0)
@@ -78,7 +84,7 @@ RANKS: dict[str, Ranks] = {
 
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_are_told_alike_and_make_a_chain(name: str, simulated: World) -> None:
-    said, other = simulated.run(told, RANKS[name], ranks=2)
+    (said, _), (other, _) = simulated.run(told, RANKS[name], ranks=2)
     golden(said.splitlines()[0])
     assert said == other
 
@@ -89,19 +95,10 @@ def flows(context: RankContext) -> None:
         torch.distributed.recv(torch.empty(4, 8), context.rank + 1)
 
 
-def misnamed(context: RankContext, clips: bool, given: Mapping[str, Any]) -> tuple[str, float]:
-    at, microbatches, stage = Step(context.rank, context.ranks), data(COUNT), stage_of(context.rank)
-    by, began = StageByStage(LOSS, contract=Contract(max_norm=1.0 if clips else math.inf)), monotonic()
-    with check_step(stage, microbatches, against=by, rename=named, timeout_s=BOUND_S) as check:
-        forwards(at, stage, microbatches, Faults())
-        backwards(at, COUNT, Faults())
-        check.gradients(given if context.rank else None)
-    return check.verdict.details, monotonic() - began
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_gradients_of_unknown_names_are_said_at_once(clips: bool, world: World) -> None:
-    (said, took_s), (other, _) = world.run(misnamed, clips, {"nonsense": torch.zeros(3)}, ranks=2)
+    ranks = Ranks(max_norms=CLIPPED if clips else (math.inf, math.inf), given={"nonsense": torch.zeros(3)})
+    (said, took_s), (other, _) = world.run(told, ranks, ranks=2)
     golden(said.splitlines()[0])
     assert said == other
     assert took_s < BOUND_S
@@ -140,40 +137,50 @@ def test_one_name_of_two_weights_is_told(simulated: World) -> None:
 RUN = Run((0, 0, 1, 1, 2, 2, 3, 3), ("a", "b", "c", "d"), (None,) * 8)
 
 
-def lines(given: Sequence[tuple[str, ...] | None], *, together: int, rank: int = 5, run: Run = RUN) -> RankLines:
+def agreed(given: Sequence[tuple[str, ...] | None], *, together: int, run: Run = RUN) -> Agreed:
+    """Seen from rank 5 of four lines, each of two stages."""
     arrivals = [Arrival({}, one, "") for one in given for _ in range(2)]
-    return RankLines.of(run, rank, arrivals, together=together)
+    return Agreed.of(run, 5, arrivals, [ChainStart(None, [k % 2], together=together) for k in range(8)], bound_s=1.0)
 
 
 TWO_OF_TWO = [("a", "b"), ("a", "b"), ("c", "d"), ("c", "d")]
+ONE_EACH = [("a",), ("b",), ("c",), ("d",)]
+APART = replace(RUN, shares=((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)))
 
 
 def test_alike_lines_are_parts_of_cut_stages() -> None:
-    found = lines(TWO_OF_TWO, together=2)
-    assert (found.data, found.run.count, found.replicas, found.together) == ((0, 0, 2, 2), 4, 2, 2)
+    found = agreed(TWO_OF_TWO, together=2)
+    assert (found.alike, found.run.count, found.replicas, found.together) == ((0, 0, 2, 2), 4, 2, 2)
     assert found.replica_of_rank == [0, 0, 0, 0, 2, 2, 2, 2]
-    assert (found.own, found.of_line(range(8))) == (2, [4, 5])
-    assert lines(TWO_OF_TWO, together=1).replicas == 4
+    assert (found.line, found.of_line(range(8))) == (2, [4, 5])
+    every: Any = [{k % 2: StageCalls(k, (k, k))} for k in range(8)]  # calls, by a number of their own
+    assert (found.of_parts(every, 1, 1), found.of_parts(every, 1, 3)) == ([(7,)], [])
+    assert found.all_pairs([[k] for k in range(8)]) == [1, 5]
 
 
-@pytest.mark.parametrize("given", [[("a",), ("a",), ("a",), ("b",)], [("a",), ("b",), ("c",), ("d",)]])
-def test_other_lines_are_replicas(given: list[tuple[str, ...]]) -> None:
-    assert lines(given, together=2).replicas == 4
-
-
-def test_when_it_is_known_who_runs_what() -> None:
-    apart = Run(RUN.replicas, RUN.microbatches, ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)))
-    assert lines([("a", "b")] * 4, together=4).split
-    assert not lines([("a", "b")] * 4, together=2).split
-    assert not lines([("a", "b")] * 4, together=1).split
-    assert lines([("a",), ("b",), ("c",), ("d",)], together=1, run=apart).split
+@pytest.mark.parametrize(
+    ("given", "together", "run", "replicas", "known"),
+    [
+        (TWO_OF_TWO, 1, RUN, 4, False),
+        ([("a",), ("a",), ("a",), ("b",)], 2, RUN, 4, False),
+        (ONE_EACH, 2, RUN, 4, False),
+        (ONE_EACH, 1, APART, 4, True),
+        ([("a", "b")] * 4, 4, RUN, 1, True),
+        ([("a", "b")] * 4, 2, RUN, 4, False),
+    ],
+)
+def test_when_it_is_known_who_runs_what(
+    given: list[tuple[str, ...]], together: int, run: Run, replicas: int, known: bool
+) -> None:
+    found = agreed(given, together=together, run=run)
+    assert (found.replicas, not found.problems) == (replicas, known)
 
 
 def test_replicas_divide_losses_and_not_their_parts() -> None:
     together = Run(RUN.replicas, ("a", "b", "a", "b", "c", "d", "c", "d"), ((0, 1),) * 8)
-    found = lines(TWO_OF_TWO, together=2, run=together)
+    found = agreed(TWO_OF_TWO, together=2, run=together)
     assert (found.own_divisor(None, 2), found.own_divisor(12.0, 2)) == (2.0, 6.0)
-    assert RankLines().own_divisor(None, 3) == 3.0
+    assert Agreed().own_divisor(None, 3) == 3.0
 
 
 STAGES = [[0], [1], [0], [1], [0]]

@@ -18,8 +18,6 @@ from pipeproof import Contract
 from pipeproof.core.ledger import Ledger
 from pipeproof.core.verdict import Verdict
 from pipeproof.records.rank_part import RankStages
-from pipeproof.records.step_check import check_step
-from pipeproof.wings.composed import StageByStage
 from pipeproof.wings.composed.shards import OwnShards
 from pipeproof.wings.composed.weights import (
     WeightHere,
@@ -34,7 +32,7 @@ from pipeproof.wings.composed.weights import (
 )
 from pipeproof.wings.composed.whole import OF_REPLICAS
 from tests.support.golden import golden
-from tests.support.pipeline_here import MSE, Job, checked, layers, one_by_one
+from tests.support.pipeline_here import Job, checked, layers, one_by_one
 
 SAME = {(0, "a"): ("", b"1"), (0, "b"): ("[0:2]", b"2")}
 OTHER = {**SAME, (0, "b"): ("[0:2]", b"9")}
@@ -210,12 +208,8 @@ def test_what_else_is_wrong_still_fails() -> None:
 def test_an_unknown_norm_clips_to_unknown_weights(bound: float | None, said: str) -> None:
     job = Tied(stages_of(draw))
     optimizer = torch.optim.SGD([one for stage in job.stages for one in stage.parameters()], lr=0.1)
-    by = StageByStage(MSE, optimizer=optimizer, contract=Contract(max_norm=bound))
-    with check_step(dict(enumerate(job.stages)), job.data, against=by, rename="{}.{}".format) as check:
-        job.step()
-        check.gradients()
-        optimizer.step()
-    assert check.verdict.law("updated-parameters").outcome == said, str(check.verdict)
+    verdict = checked(job, then=optimizer.step, optimizer=optimizer, contract=Contract(max_norm=bound))
+    assert verdict.law("updated-parameters").outcome == said, str(verdict)
 
 
 def test_one_stage_is_in_doubt_with_its_weight() -> None:

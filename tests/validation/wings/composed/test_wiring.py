@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeproof.core.observe.calls import Call
 from pipeproof.core.observe.sketch import sketch
-from pipeproof.core.reason import Reason
+from pipeproof.core.reason import Reason, reasons_of
 from pipeproof.wings.composed.chain import Chain, place_of
 from pipeproof.wings.composed.link import StageCalls
 from pipeproof.wings.composed.wiring import refusals
@@ -21,31 +21,12 @@ from tests.support.pipeline_here import DATA, Job, checked, layers
 INPUT, OUTPUT = place_of((None, 1)), place_of((0, 1))
 
 
-class Beside(nn.Module):
-    """Gives a tensor that no gradient flows to beside what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = Both()
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        made: tuple[Tensor, ...] = self.both(x, y)
-        return made[0], torch.sign(y.detach())
+def signs(rank: int) -> nn.Module:
+    return Both() if rank else Both(second=torch.sign)  # no gradient flows to that
 
 
-class Onward(nn.Module):
-    """Passes its second input on as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = Both()
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.both(x, y)[0], y.detach()
-
-
-def built(rank: int) -> nn.Module:
-    return Both() if rank else Beside()
+def onward(rank: int) -> nn.Module:
+    return Both(second=torch.Tensor.detach)
 
 
 def altered(rank: int, tensors: list[Tensor]) -> list[Tensor]:
@@ -71,8 +52,8 @@ CHAINS: dict[str, tuple[Chained, int, str, Any]] = {  # how many ranks run it, t
     "messages in another order": (Chained(given=given(1, 1, 0), inputs=2), 2, "pass", None),
     "an input that is given twice": (Chained(given=given(0, 0, 0), inputs=2), 2, "unknown", (INPUT,)),
     "a message that is given twice": (Chained(given=given(1, 0, 0), inputs=2), 2, "unknown", (OUTPUT,)),
-    "and no gradient flows to the other": (Chained(built, given(1, 0, 0), inputs=2), 2, "unknown", (OUTPUT,)),
-    "one is altered and passed on": (Chained(lambda rank: Onward(), altered, inputs=2), 3, "fail", ("altered", 1)),
+    "and no gradient flows to the other": (Chained(signs, given(1, 0, 0), inputs=2), 2, "unknown", (OUTPUT,)),
+    "one is altered and passed on": (Chained(onward, altered, inputs=2), 3, "fail", ("altered", 1)),
 }
 
 
@@ -130,22 +111,11 @@ def test_what_a_stage_gives_later_is_not_seen() -> None:
     assert not [*refusals(Chain({0: observed[1], 1: observed[0]}, [{}]))], "of the last one the loss is another's"
 
 
-class Batched(Job):
-    """The second stage is called once, on all microbatches."""
-
-    def step(self) -> list[float]:
-        gave = [self.stages[0](x) for x, _ in self.data]
-        given = torch.cat([one.detach() for one in gave]).requires_grad_()
-        parts = self.stages[1](given).chunk(len(gave))
-        losses = [self.loss_fn(one, target) for one, (_, target) in zip(parts, self.data, strict=True)]
-        (torch.stack(losses).sum() / len(losses)).backward()
-        assert given.grad is not None
-        for one, flow in zip(gave, given.grad.chunk(len(gave)), strict=True):
-            one.backward(flow)
-        return [one.item() for one in losses]
-
-
-def test_a_call_on_all_microbatches_is_not_known() -> None:
-    verdict = checked(Batched(layers(torch.tanh, torch.sin)))
-    assert verdict.outcome == "unknown", str(verdict)
-    assert verdict.law("comparable").reasons == (Reason.CALLS,)
+@pytest.mark.parametrize(("calls", "reasons"), [(1, (Reason.CALLS,)), (3, ())])
+def test_a_call_on_all_microbatches_is_not_known(calls: int, reasons: tuple[Reason, ...]) -> None:
+    """The first stage is called on each of three; the second as often on nothing that was sent."""
+    given, made, other = ([sketch(x + k) for x, _ in DATA] for k in range(3))
+    first = tuple(Call(True, inputs=[x], outputs=[y]) for x, y in zip(given, made, strict=True))
+    last = tuple(Call(True, inputs=[x]) for x in other[:calls])
+    chain = Chain({0: StageCalls(0, first), 1: StageCalls(1, last)}, [{0: one} for one in given])
+    assert reasons_of(*refusals(chain)) == reasons

@@ -4,8 +4,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -13,22 +15,23 @@ from unittest import SkipTest
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeproof.core.verdict import Verdict
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.task import WhiteBoxError
-from pipeproof.wings.mutate import LetPass, Mutated, PlantedStep, mutate, mutate_step, under_test
+from pipeproof.wings.mutate import LetPass, Mutated, mutate, mutate_step, under_test
 from pipeproof.wings.mutate.mutants import MUTANTS
 from pipeproof.wings.mutate.mutation import Tried
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
+from tests.support.steps import backward, pairs, sgd
 from tests.support.sweeps import some
+from tests.support.two_ranks import half, one_by_one
 from tests.support.verdicts import FAILED, PASSED
 
 WIDTH, ROWS = 4, 8
-LOSS = nn.functional.mse_loss
 MESSAGES = [name for name in MUTANTS if name.startswith("message-")]
 Mutate = Callable[..., Mutated]
 
@@ -44,9 +47,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def data(replica: int, same: bool = False) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(0 if same else replica)
-    return [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(2)]
+data = partial(pairs, 2, rows=ROWS, width=WIDTH)
 
 
 def clipped(stage: nn.Module) -> float:
@@ -55,38 +56,28 @@ def clipped(stage: nn.Module) -> float:
 
 def replicas(context: RankContext, strict: bool, same: bool = False) -> None:
     """Two replicas of a whole model; gradients are averaged by hand. Then they are compared, or hardly anything is."""
-    stage = model()
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
-    norms = []
+    own = [data(seed=0 if same else replica) for replica in range(context.ranks)]
+    stage, twin = model(), model()
+    optimizer, norms, expected = sgd(stage, 0.5), [], []
     with under_test():
         for _ in range(2):
             optimizer.zero_grad()
-            for x, target in data(context.rank, same):
-                (LOSS(stage(x), target) / 2).backward()
+            backward(stage, own[context.rank])
             for parameter in stage.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= context.ranks
             norms.append(clipped(stage))
             optimizer.step()
-    twin = model()
-    expected = []
+    plain = sgd(twin, 0.5)
     for _ in range(2):
-        twin.zero_grad()
-        sums = [torch.zeros_like(one) for one in twin.parameters()]
-        for replica in range(context.ranks):
-            for x, target in data(replica, same):
-                loss = LOSS(twin(x), target) / 2 / context.ranks
-                for total, one in zip(sums, torch.autograd.grad(loss, list(twin.parameters())), strict=True):
-                    total += one
-        norm = torch.stack([one.norm() for one in sums]).norm()
-        expected.append(float(norm))
-        for parameter, total in zip(twin.parameters(), sums, strict=True):
-            parameter.data -= 0.5 * total * min(1.0, 0.1 / (float(norm) + 1e-6))
+        plain.zero_grad()
+        backward(twin, [*chain.from_iterable(own)])
+        expected.append(clipped(twin))
+        plain.step()
     if strict:
         torch.testing.assert_close(norms, expected)
-        for one, other in zip(stage.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close([*stage.parameters()], [*twin.parameters()])
     assert all(norm > 0 for norm in norms)
 
 
@@ -99,7 +90,7 @@ LAX = ("gradient-lost", "reduction-left-out", "update-doubled", "evaluating")
 
 @pytest.mark.parametrize("names", some([[*MUTANTS][::3], [*MUTANTS]], left=[[*MUTANTS]]), ids=["some", "all"])
 def test_a_test_that_compares_sees_what_is_planted_and_one_that_does_not_lets_it_pass(
-    names: list[str], mutated: Mutate
+    names: list[str], mutated: Mutate, world: World
 ) -> None:
     strict, lax = outcomes(mutated, True, *names), outcomes(mutated, False, *LAX)
     assert strict.keys() == {*names}
@@ -107,34 +98,17 @@ def test_a_test_that_compares_sees_what_is_planted_and_one_that_does_not_lets_it
     assert {*names} - planted == {*MESSAGES} & {*names}, "replicas send no messages"
     assert {name for name in planted if strict[name] == "let pass"} <= {"gradient-rounded", "outputs-rounded"}
     assert lax == dict.fromkeys(LAX, "let pass")
+    world.run(partial(replicas, strict=True), ranks=2)  # nothing is left behind
 
 
 def pipeline(context: RankContext, strict: bool) -> None:
     """Two stages by hand; the gradients are compared, or nothing is."""
-    whole = model()
-    stage = whole[:2] if context.rank == 0 else whole[2:]
-    observed: list[Tensor] = []
+    whole, twin = model(), model()
     with under_test():
-        for x, target in data(0):
-            if context.rank == 0:
-                out = stage(x)
-                dist.send(out.detach(), 1)
-                flow = torch.empty(ROWS, WIDTH)
-                dist.recv(flow, 1)
-                out.backward(flow)
-            else:
-                x = torch.empty(ROWS, WIDTH)
-                dist.recv(x, 0)
-                LOSS(stage(x.requires_grad_()), target).backward()
-                assert x.grad is not None
-                dist.send(x.grad, 0)
-        observed += [one.grad for one in stage.parameters() if one.grad is not None]
-    twin = model()
-    for x, target in data(0):
-        LOSS(twin(x), target).backward()
-    own = twin[:2] if context.rank == 0 else twin[2:]
-    for one, expected in zip(observed, own.parameters(), strict=True) if strict else ():
-        torch.testing.assert_close(one, expected.grad)
+        one_by_one(half(whole), data())
+    backward(twin, data())
+    for one, expected in zip(half(whole).parameters(), half(twin).parameters(), strict=True) if strict else ():
+        torch.testing.assert_close(one.grad, expected.grad)
 
 
 def test_messages_are_changed_on_their_way(mutated: Mutate) -> None:
@@ -149,11 +123,7 @@ def test_messages_are_changed_on_their_way(mutated: Mutate) -> None:
 def test_with_the_same_data_everywhere_only_faults_in_sums_are_not_judged(mutated: Mutate) -> None:
     only = ["gradient-lost", "reduction-left-out", "reduction-lost"]
     found = mutated(partial(replicas, strict=True, same=True), only=only)
-    assert {one.name: one.outcome for one in found.tried} == {
-        "gradient-lost": "caught",
-        "reduction-left-out": "not judged",
-        "reduction-lost": "not judged",
-    }
+    assert [one.outcome for one in found.tried] == ["not judged", "not judged", "caught"], str(found)
     golden(str(found), lines="^not judged")
     with pytest.raises(LetPass, match="give each replica data of its own"):
         found.raise_if_any_passed()
@@ -166,24 +136,6 @@ def unmarked(context: RankContext) -> None:
 
 def idle(context: RankContext) -> None:
     """Does nothing that a fault could be in."""
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("test", "only", "last"),
-    [
-        (unmarked, "reduction-doubled", "1 not judged"),
-        (idle, "gradient-lost", "1 not planted"),
-        (idle, ["gradient-lost", "message-zero"], "2 not planted"),
-    ],
-    ids=["not judged", "one name", "not planted"],
-)
-def test_where_nothing_was_caught_nothing_is_known(test: Any, only: Any, last: str, mutated: Mutate) -> None:
-    found = mutated(test, only=only)
-    assert str(found).splitlines()[-1] == last
-    assert [one.name for one in found.tried] == [name for name in MUTANTS if name in only]
-    with pytest.raises(LetPass):
-        found.raise_if_any_passed()
 
 
 def summed_before(context: RankContext) -> None:
@@ -211,12 +163,22 @@ def averaged_first(context: RankContext) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("test", "outcome"), [(summed_before, "not planted"), (averaged_first, "caught")])
-def test_what_is_the_same_elsewhere_or_now_and_then_hides_nothing(
-    test: Callable[[RankContext], None], outcome: str, mutated: Mutate
-) -> None:
-    found = mutated(test, only=["reduction-left-out"])
-    assert [one.outcome for one in found.tried] == [outcome], str(found)
+@pytest.mark.parametrize(
+    ("test", "only"),
+    [
+        (unmarked, "reduction-doubled"),
+        (idle, "gradient-lost"),
+        (idle, ["gradient-lost", "message-zero"]),
+        (summed_before, "reduction-left-out"),
+        (averaged_first, "reduction-left-out"),
+    ],
+    ids=["not judged", "one name", "not planted", "the same elsewhere", "the same now and then"],
+)
+def test_what_nothing_caught_is_not_known(test: Any, only: Any, mutated: Mutate) -> None:
+    found = mutated(test, only=only)
+    golden(re.sub(r"rank \d raised .*", "rank # raised", str(found)))
+    with nullcontext() if test is averaged_first else pytest.raises(LetPass):
+        found.raise_if_any_passed()
 
 
 CHANGES_NOTHING = "evaluating weight-nudged outputs-rounded norm-doubled update-doubled flow-doubled backward-doubled"
@@ -232,7 +194,7 @@ def still(context: RankContext, alive: tuple[int, ...]) -> None:
         parameter.data.zero_()
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
     with under_test():
-        out = stage(data(0)[0][0])
+        out = stage(data()[0][0])
         out.backward(out.detach())
         clipped(stage)
         optimizer.step()
@@ -296,11 +258,6 @@ def test_a_test_that_ends_before_anything_is_changed_has_caught_nothing(
     golden(tried.how)
 
 
-@pytest.mark.sweep
-def test_nothing_is_left_behind(world: World) -> None:
-    world.run(partial(replicas, strict=True), ranks=2)
-
-
 def skips(context: RankContext, how: Callable[[str], Any], alone: bool = False) -> None:
     """A test that skips where a gradient is odd, on every rank, or on rank 1 ``alone``."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -341,8 +298,7 @@ def tried(
     """What is said of a fault that changes something on one rank alone (None: on none), and where it was planted."""
     asked = []
 
-    def judge(planted: Callable[..., Any]) -> Verdict:
-        assert isinstance(planted, PlantedStep)
+    def judge(planted: Any) -> Verdict:
         asked.append(planted.rank)
         if planted.rank in (None, changes) and changes is not None:
             Path(planted.folder, str(changes)).touch()
@@ -376,8 +332,3 @@ def test_a_fault_is_caught_by_a_fail_alone(
 def test_a_fault_in_sums_is_planted_on_all_ranks_at_once() -> None:
     one, asked = tried(FAILED, changes=0, name="reduction-doubled")
     assert (one.outcome, one.rank, asked) == ("caught", None, [None])
-
-
-def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(WhiteBoxError, match="unknown fault 'gradient-lots': did you mean 'gradient-lost'"):
-        tried(PASSED, changes=0, name="gradient-lots")

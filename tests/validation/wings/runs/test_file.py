@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,44 +49,35 @@ def test_a_file_that_changes_while_it_is_read_is_said(file: Path, change: Callab
         run.step(1)
 
 
-def test_of_many_ranks_that_are_not_there_a_few_are_named(file: Path) -> None:
-    header, *steps = file.read_text().splitlines()
-    file.write_text("\n".join([json.dumps({**json.loads(header), "ranks": 10**9}), *steps]) + "\n")
-    with pytest.raises(RecordError, match="lacks ranks 1, 2, 3, 4, 5 and 999999994 more: bring"):
-        WholeRun(file.parent)
+def edited(change: Callable[[dict[str, Any]], object], *, line: int = 0) -> Callable[[Path], None]:
+    """Change a line of a file: the header, or that of a step."""
 
-
-def test_losses_that_are_not_one_for_each_microbatch_are_no_step(file: Path) -> None:
-    header, *steps = file.read_text().splitlines()
-    said = json.loads(steps[1])
-    count = len(said["losses"])
-    file.write_text("\n".join([header, steps[0], json.dumps({**said, "losses": said["losses"][1:]})]) + "\n")
-    with pytest.raises(RecordError, match=f"step 1 has {count - 1} losses of {count} microbatches; "):
-        RankFile(file).step(1)
-
-
-def other_header(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
     def edit(file: Path) -> None:
-        first, *steps = file.read_text().splitlines(keepends=True)
-        header = json.loads(first)
-        change(header)
-        file.write_text("".join([json.dumps(header) + "\n", *steps]))
+        lines = file.read_text().splitlines(keepends=True)
+        data = json.loads(lines[line])
+        change(data)
+        file.write_text("".join([*lines[:line], json.dumps(data) + "\n", *lines[line + 1 :]]))
 
     return edit
 
 
 UNFIT = {
-    "version": (other_header(lambda header: header.update(version=9)), "is of version 9 of runs"),
+    "ranks": (
+        edited(lambda header: header.update(ranks=10**9)),
+        "lacks ranks 1, 2, 3, 4, 5 and 999999994 more: bring",
+    ),
+    "losses": (edited(lambda step: step["losses"].pop(), line=2), "step 1 has 3 losses of 4 microbatches; "),
+    "version": (edited(lambda header: header.update(version=9)), "is of version 9 of runs"),
     "shape": (
-        other_header(lambda header: header["parameters"]["2.bias"].update(shape=[3])),  # type: ignore[index]
+        edited(lambda header: header["parameters"]["2.bias"].update(shape=[3])),
         r"2.bias is float32\[8\] in .* and float32\[3\] in",
     ),
     "name": (
-        other_header(lambda header: header["parameters"].update(x=header["parameters"].pop("2.bias"))),  # type: ignore[attr-defined]
+        edited(lambda header: header["parameters"].update(x=header["parameters"].pop("2.bias"))),
         "has no parameter 2.bias, which",
     ),
     "part": (
-        other_header(lambda header: header["parameters"]["2.bias"].update(bounds=[[0, 5]])),  # type: ignore[index]
+        edited(lambda header: header["parameters"]["2.bias"].update(bounds=[[0, 5]])),
         r"2.bias is not there once as a whole: parts \[0:5\] of \[8\]: not all",
     ),
     "line": (lambda file: file.write_text(file.read_text().replace('{"number":1,', '"1')), "byte .* is no step"),
@@ -101,7 +93,7 @@ UNFIT = {
         lambda file: shutil.copy(file, file.with_name("rank-1.jsonl")),
         "rank-0.jsonl and rank-1.jsonl are both of rank 0",
     ),
-    "count": (other_header(lambda header: header.update(ranks="1")), "its first line has no such form"),
+    "count": (edited(lambda header: header.update(ranks="1")), "its first line has no such form"),
     "steps": (lambda file: file.write_text(file.read_text().splitlines()[0] + "\n"), "the runs have no step in common"),
     "lying": (lambda file: file.write_text(file.read_text().replace('"lying":{}', '"lying":[]')), "has no such form"),
     "addend": (

@@ -12,11 +12,11 @@ from torch import Tensor
 from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.simulated import SimulatedWorld
 from pipeproof.wings.simulated.buffers import HeldTensors, is_unchanged, overlap, poison
-from pipeproof.worlds.rank_report import Race, RankFailed
+from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 from tests.support.golden import golden
-from tests.support.works import finish
+from tests.support.works import finish, race_of
 
 Use = Callable[[Tensor, Any], object]
 
@@ -101,10 +101,7 @@ USES = [("read-before-wait", "used", READS), ("overwritten-in-flight", "written"
 
 @pytest.mark.parametrize(("kind", "line", "use"), [(kind, line, use) for kind, line, uses in USES for use in uses])
 def test_a_buffer_is_used_before_its_wait(kind: str, line: str, use: Use, simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed) as failed:
-        simulated.run(used, use, ranks=2)
-    race = failed.value.cause
-    assert isinstance(race, Race)
+    race = race_of(simulated, used, use, seeds=[0])
     assert (race.kind, race.rank, [what for what, _ in race.lines]) == (kind, 1, [line, "received"])
     golden(race.said)
 
@@ -240,10 +237,8 @@ def test_a_send_is_to_be_waited_for_with_gloo_alone(transport: Transport, simula
     if transport is not Transport.UNLIMITED:
         simulated.run(left_alone, ranks=2)
         return
-    with pytest.raises(RankFailed) as failed:
-        simulated.run(left_alone, ranks=2)
-    assert isinstance(failed.value.cause, Race)
-    assert (failed.value.cause.kind, failed.value.cause.rank) == ("never-waited", 0)
+    race = race_of(simulated, left_alone, seeds=[0])
+    assert (race.kind, race.rank) == ("never-waited", 0)
 
 
 def swallows(context: RankContext, ending: type[Exception] | None) -> None:
@@ -263,7 +258,4 @@ def swallows(context: RankContext, ending: type[Exception] | None) -> None:
 
 @pytest.mark.parametrize("ending", [None, RuntimeError])
 def test_a_race_is_told_though_code_catches_it(ending: type[Exception] | None, simulated: SimulatedWorld) -> None:
-    with pytest.raises(RankFailed) as failed:
-        simulated.run(swallows, ending, ranks=2)
-    assert isinstance(failed.value.cause, Race)
-    assert failed.value.cause.kind == "read-before-wait"
+    assert race_of(simulated, swallows, ending, seeds=[0]).kind == "read-before-wait"

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from pipeproof.pipeline.transports import Transport
 from pipeproof.wings.simulated import SimulatedWorld
-from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.worker import RankContext
 from tests.support.sweeps import each_once
-from tests.support.works import finish
+from tests.support.works import finish, race_of
 
 Deed = Callable[[Tensor], object]
 
@@ -92,18 +91,6 @@ def reduced(context: RankContext, deed: Deed) -> None:
     if context.rank == 0:
         deed(buffer)
     finish(work)
-
-
-def race_of(world: SimulatedWorld, job: Callable[..., object], *arguments: object) -> Race:
-    def search() -> None:
-        for world.seed in range(20):
-            world.run(job, *arguments, ranks=2)
-
-    with pytest.raises(RankFailed) as failed:
-        search()
-    race = failed.value.cause
-    assert isinstance(race, Race), str(failed.value)
-    return race
 
 
 @pytest.mark.parametrize(

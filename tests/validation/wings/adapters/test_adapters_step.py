@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeproof.wings.adapters.drawn import Drawn, content_of_rows, contents
+from pipeproof.wings.adapters.step import Drawn, content_of_rows, contents
 
 GIVEN = [{"words": torch.tensor([number, number]), "mask": torch.ones(2)} for number in range(3)]
 
