@@ -113,8 +113,7 @@ class Graph:
 
 def kept() -> Figures:
     """Those that the house had at best."""
-    found: Figures = json.loads(KEPT.read_text())
-    return found
+    return json.loads(KEPT.read_text())
 
 
 def grown(now: Mapping[str, int], before: Mapping[str, int]) -> list[str]:

@@ -65,8 +65,7 @@ class Communicator(Place):
     def receive_backward(self) -> Tensor | None:
         if self.rank == self.last:
             return None
-        made: Tensor = self.exchange(self.rank + 1, receive=True)
-        return made
+        return self.exchange(self.rank + 1, receive=True)
 
     def send_backward(self, gradient: Tensor | None) -> None:
         if self.rank == 0 or gradient is None:

@@ -48,8 +48,7 @@ Row = Callable[[WhiteBox, World], Verdict]
 
 def foreign(title: str, whitebox: WhiteBox, world: World) -> Verdict:
     every = (one for runs in truth.foreign().values() for one in runs)
-    verdict: Verdict = next(one for one in every if one.title == title).verdict(whitebox, watched=True)
-    return verdict
+    return next(one for one in every if one.title == title).verdict(whitebox, watched=True)
 
 
 def own(name: str, whitebox: WhiteBox, world: World) -> Verdict:

@@ -51,7 +51,6 @@ def test_a_forgotten_convention_is_caught_named_and_located_and_every_word_is_tr
     verdict, fault = validate_mixed(MIXED[name], world), MIXED[name].fault
     trial = run_mixed(MIXED[name], verdict)
     assert trial.caught, trial
-    assert trial.recorded is not None
     assert trial.recorded.right, trial
     assert trial.recorded.located, trial
     (cause,) = verdict.causes

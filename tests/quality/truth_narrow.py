@@ -33,8 +33,7 @@ class Gelu(Relu):
     """x + gelu(linear(norm(x))), without weights in the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + nn.functional.gelu(product_of(self, nn.functional.layer_norm(x, (WIDTH,))))
-        return y
+        return x + nn.functional.gelu(product_of(self, nn.functional.layer_norm(x, (WIDTH,))))
 
 
 def product_of(layer: Relu, x: Tensor) -> Tensor:

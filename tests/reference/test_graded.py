@@ -21,8 +21,7 @@ class ToItsOwn(nn.Linear):
     """Writes to the weights that the module has when the backward runs, which autograd does not know of."""
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Stored.apply(x if x.requires_grad else x.requires_grad_(), None, self)
-        return result
+        return Stored.apply(x if x.requires_grad else x.requires_grad_(), None, self)
 
 
 class Keeps(nn.Linear):

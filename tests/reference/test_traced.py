@@ -78,8 +78,7 @@ class Bypass(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.blocks[0](x)
-        made: Tensor = self.blocks[2](torch.tanh(self.blocks[1](first)) + first)
-        return made
+        return self.blocks[2](torch.tanh(self.blocks[1](first)) + first)
 
 
 def own_batches() -> list[Batch]:
@@ -118,8 +117,7 @@ class Streams(nn.Module):
         given = first = self.blocks[0](x)
         for block in list(self.blocks)[1:]:
             given = block(given)
-        made: Tensor = given[0] * first[0] if self.skip else given[0]
-        return made
+        return given[0] * first[0] if self.skip else given[0]
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -138,8 +136,7 @@ class Headless(Bypass):
     """The first parameters are used at the end as well, so that no tensor separates the stages."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = super().forward(x) @ self.blocks[0].weight
-        return made
+        return super().forward(x) @ self.blocks[0].weight
 
 
 def test_where_no_tensor_separates_stages_there_are_no_pairs_and_that_is_said() -> None:
@@ -167,7 +164,6 @@ def test_contributions_are_those_of_the_calls_in_order() -> None:
         loss = nn.functional.mse_loss(own(batch.inputs[0]), batch.target) / COUNT
         (gradient,) = torch.autograd.grad(loss, own.get_parameter("blocks.1.weight"))
         made = found.contribution(1, j).gradients["blocks.1.weight"]
-        assert made is not None
         torch.testing.assert_close(made.float(), gradient)
 
 
@@ -179,8 +175,7 @@ class OneType(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.blocks[1](self.blocks[0](x) @ torch.eye(4, dtype=torch.float32))
-        return made
+        return self.blocks[1](self.blocks[0](x) @ torch.eye(4, dtype=torch.float32))
 
 
 def test_a_model_that_does_not_run_in_fp64_is_run_as_it_is() -> None:
@@ -256,8 +251,7 @@ class Stored(torch.autograd.Function):
 
 class Storing(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = Stored.apply(x, self.weight)
-        return made
+        return Stored.apply(x, self.weight)
 
 
 def test_contributions_that_a_backward_writes_to_the_weight_that_it_saved() -> None:

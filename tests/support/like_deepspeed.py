@@ -73,7 +73,6 @@ class PipelineEngine(nn.Module):
 
 def clip_grad_norm_(parameters: Iterator[nn.Parameter]) -> float:
     for parameter in parameters:
-        assert parameter.grad is not None
         parameter.grad.zero_()
     return 2.5
 

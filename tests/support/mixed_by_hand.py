@@ -26,8 +26,7 @@ class Casting(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast("cpu", self.dtype):
-            made: Tensor = super().forward(input)
-            return made
+            return super().forward(input)
 
 
 def model_of(way: MixedPrecision) -> nn.Sequential:

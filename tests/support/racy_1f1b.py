@@ -98,8 +98,7 @@ def sends_first(self: OneFOneB, losses: list[Tensor]) -> None:
 
 def with_method(name: str, method: Callable[..., Any]) -> type[OneFOneB]:
     """A loop that has ``method`` in place of its own of that name."""
-    made: type[OneFOneB] = type(method.__name__, (Ending,), {name: method})
-    return made
+    return type(method.__name__, (Ending,), {name: method})
 
 
 CHANGES: Mapping[str, Mapping[Callable[..., Any], str]] = {  # by the method that is another one

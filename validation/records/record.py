@@ -177,18 +177,16 @@ def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object
 
     All but a case's line, which repeats the others. Older axes had a case's names.
     """
-    both = [{AXES.get(name, name): _spell(value) for name, value in each.config.items()} for each in (one, other)]
+    both: list[dict[str, object]] = [{}, {}]
+    for each, fields in zip((one, other), both, strict=True):
+        for name, value in each.config.items():
+            if isinstance(value, list):  # spelled as in a case's line: 1,1 for numbers, train+eval for words
+                value = ("+" if any(isinstance(item, str) for item in value) else ",").join(map(str, value))
+            fields[AXES.get(name, name)] = value
     for name in dict.fromkeys([*both[0], *both[1]]):
         values = both[0].get(name), both[1].get(name)
         if name != "case" and values[0] != values[1]:
             yield name, *values
-
-
-def _spell(value: object) -> object:
-    """Spell a list as in a case's line: ``1,1`` for numbers, ``train+eval`` for words."""
-    if not isinstance(value, list):
-        return value
-    return ("+" if any(isinstance(one, str) for one in value) else ",").join(map(str, value))
 
 
 def other_weights(

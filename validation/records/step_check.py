@@ -117,11 +117,13 @@ class StepCheck(CheckedStep):
                         self._compare(name, gradient)
 
     def _compare(self, name: str, gradient: Tensor | None) -> None:
-        wanted = self._expected.gradients[name] if self._waits and gradient is not None else None
-        if gradient is None or wanted is None or same_bits(gradient.detach(), wanted):
-            self._enter(name, gradient)  # no floor decides it
+        wanted = self._expected.gradients[name] if self._waits else None
+        same = gradient is not None and wanted is not None and same_bits(gradient.detach(), wanted)
+        if same or not self._waits:
+            self._enter(name, gradient)
         else:  # the step may write to it before floors are measured
-            self._waiting.append(partial(self._enter, name, gradient.detach().to(CPU, copy=True)))
+            kept = None if gradient is None else gradient.detach().to(CPU, copy=True)
+            self._later(partial(self._enter, name, kept), exact=gradient is None or wanted is None)
 
     def _later(self, entry: Callable[[], None], *, exact: bool = True) -> None:
         """Make an ``entry`` now, or once floors are known, behind those that wait. ``exact``: no floor decides it."""

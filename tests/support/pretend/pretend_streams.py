@@ -110,8 +110,7 @@ _own: Any = threading.local()  # autograd runs backwards on a thread of its own,
 
 def current(device: object = None) -> Stream:
     """The stream that this thread's work is queued in."""
-    stream: Stream = getattr(_own, "stream", _FIRST)
-    return stream
+    return getattr(_own, "stream", _FIRST)
 
 
 def use(stream: Stream) -> None:

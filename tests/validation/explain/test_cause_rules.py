@@ -28,8 +28,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = x + (self.query(x) @ self.key(x).T).softmax(-1) @ self.value(x)
-        return made
+        return x + (self.query(x) @ self.key(x).T).softmax(-1) @ self.value(x)
 
 
 class Beside(nn.Module):

@@ -112,7 +112,6 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert len(verdict.details.splitlines()) <= 30
     assert asdict(verdict.causes[0]) == verdict.as_dict()["causes"][0]  # type: ignore[index]
     ran = verdict.measured.ran
-    assert ran is not None
     one = next(done for done in ran.ranks[1] if done.action == "1F0")
     wrong = [sight for sight in one.sights if not sight.agrees]
     golden("\n".join(sorted({sight.what for sight in wrong})))

@@ -40,7 +40,6 @@ EXPECTED = drawn(0, 8, 16)
 )
 def test_what_a_tensor_is(observed: Tensor, kind: str) -> None:
     found = likeness(observed, EXPECTED, Label(Point(1, 0, GIVEN)))
-    assert found is not None
     assert found.kind == kind
     golden(found.text, numbers=False)
 
@@ -167,5 +166,4 @@ def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> N
     at = Label(Point(0, -1, GRADIENT), name="bias")
     assert plainly(observed, expected.to(torch.bfloat16), at) is None
     rounded = plainly(observed, expected + 1e-4, at)
-    assert rounded is not None
     assert rounded.kind == "rounded"

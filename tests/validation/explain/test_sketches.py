@@ -27,7 +27,6 @@ KNOWN = {number: sketch(drawn(number)) for number in range(4)}
 )
 def test_a_change_is_named_and_leaves_its_tensor_known(observed: Tensor, kind: str) -> None:
     found = of_sketches(sketch(observed), KNOWN[2])
-    assert found is not None
     assert found.kind == kind
     assert recognise(sketch(observed), KNOWN) == {2}
 

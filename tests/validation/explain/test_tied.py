@@ -56,8 +56,7 @@ def block() -> nn.Module:
 
 
 def into(shared: Any, x: Tensor) -> Tensor:
-    made: Tensor = shared(x)
-    return made
+    return shared(x)
 
 
 def out(shared: Any, x: Tensor) -> Tensor:
@@ -66,13 +65,11 @@ def out(shared: Any, x: Tensor) -> Tensor:
 
 def again(shared: Any, x: Tensor) -> Tensor:
     """As in ALBERT."""
-    made: Tensor = x + shared(x)
-    return made
+    return x + shared(x)
 
 
 def added(shared: Any, x: Tensor) -> Tensor:
-    made: Tensor = x + shared
-    return made
+    return x + shared
 
 
 # What is shared, its uses, the name of its last copy, and whether it is trained.

@@ -131,7 +131,6 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
         lambda case: replace(case, specimen="microbatch-dropped", plan=("train",))
     )
     found = fuzz(world, Tally(20), seed_=0, strategy=planted)
-    assert found is not None
     smallest = found.case
     assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
     assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
@@ -151,7 +150,6 @@ def test_what_decides_a_case_shrinks_with_it() -> None:
     tally = Tally(200)
     with SimulatedWorld() as world:
         found = fuzz(world, tally, run=run, deciding=Decisions(Simulation(), True, EVERY))
-    assert found is not None
     assert found.case.microbatches == 3
     assert found.decision == Simulation(Transport.RANK, 41)
     assert sum(tally.counts["transports"].values()) == sum(tally.counts["deciders"].values()) == tally.cases
@@ -165,7 +163,6 @@ def test_a_line_names_what_decided_the_run_once(specimen: str, run: Any, simulat
     case = Case.parse(f"naive r2 s2 m1 split=1,1 model=mlp plan=train seed=0 specimen={specimen}")
     simulated.decide(decision := Simulation(Transport.BUFFERED, 7))
     found = fuzz(simulated, Tally(1), strategy=st.just(case), run=run)
-    assert found is not None
     assert found.verdict.outcome != "pass"
     assert found.verdict.replay == f"{replace(found.verdict, rerun='').replay} {decision.options}"
 
@@ -188,7 +185,6 @@ def test_a_rank_that_dies_is_a_finding(world: World) -> None:
 
     tally = Tally(1)
     found = fuzz(world, tally, run=run)
-    assert found is not None
     assert found.verdict.ended == "error"
     assert tally.counts["verdicts"]["hang or crash"] >= 1
 

@@ -158,7 +158,6 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
     drawn = cases(runtime=TORCH, schedules=("gpipe",), models=("mlp",), max_ranks=2)
     strategy = drawn.filter(lambda case: not is_known(case, FINDINGS))
     found = fuzz(world, Tally(40), seed_=1, strategy=strategy, run=run)
-    assert found is not None
     assert found.verdict is not None, found.failure
     assert {law.name for law in found.verdict.laws if law.outcome == "fail"} >= laws
     # With a single microbatch the trial run's announcement stands for what is left out of the first step.

@@ -37,7 +37,6 @@ def test_what_is_expected_has_every_number_and_its_floor() -> None:
     assert [len(one.losses) for one in (first, middle, last)] == [3, 3, 3]
     assert (middle.gradients, middle.norm, middle.floors) == ({}, None, None)
     assert first.gradients.keys() == first.before.keys() == first.parameters.keys()
-    assert first.floors is not None
     assert first.floors.gradients.keys() == first.gradients.keys()
     assert max(floor.largest for floor in first.floors.gradients.values()) > 0
     assert first.microbatches != last.microbatches

@@ -92,8 +92,7 @@ class Layer(nn.Module):
         self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(self.linear(x))
-        return found
+        return self.norm(self.linear(x))
 
 
 def build() -> nn.Sequential:

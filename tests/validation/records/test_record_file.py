@@ -190,8 +190,7 @@ def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
 
 def first_of(data: dict[str, Any], name: str) -> dict[str, Any]:
     """The mapping of that name in the first operation."""
-    found: dict[str, Any] = data["operations"][0][name]
-    return found
+    return data["operations"][0][name]
 
 
 FORMS: Mapping[str, tuple[Callable[[dict[str, Any]], object], str]] = {

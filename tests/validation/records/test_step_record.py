@@ -89,7 +89,6 @@ def test_model_and_optimizer_stay_as_they_are(model: Tied) -> None:
 def test_floors_are_measured_and_a_lost_microbatch_is_far_above_them(model: Tied) -> None:
     record = record_step(model, MICROBATCHES, loss_fn=loss_fn)
     floors = record.operations[0].floors
-    assert floors is not None
     floor = floors.gradients["one.weight"]
     assert 0 < floor.largest < floor.limit < floor.fault / 2
     assert len(floors.losses) == 4
@@ -105,7 +104,6 @@ def test_the_file_is_the_record(model: Tied, tmp_path: Path) -> None:
     assert record.config["model"] == "Tied"
     written, floors = read(tmp_path / "x").operations[0].floors, record.operations[0].floors
     assert floors is not None
-    assert written is not None
     assert written.updates.keys() == floors.updates.keys() == record.operations[0].parameters.keys()
     assert all(written.updates[name].limit == one.limit for name, one in floors.updates.items())
 

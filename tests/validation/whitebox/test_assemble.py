@@ -60,8 +60,7 @@ class Spare(nn.Module):
         self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.used(x)
-        return made
+        return self.used(x)
 
 
 def sharded(model: Any, microbatches: list[Any]) -> StepResult:
@@ -85,8 +84,7 @@ class Idle(nn.Module):
         self.busy, self.idle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.busy(x)
-        return made
+        return self.busy(x)
 
 
 def filled(model: Any, microbatches: list[Any], *, value: float, times: float = 1.0) -> StepResult:

@@ -197,8 +197,7 @@ class Streams(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         x, own = self.stages[0](x)
         x, gate = self.stages[1](x, own if gate is None else gate)
-        made: Tensor = self.stages[2](x, gate)[0]
-        return made
+        return self.stages[2](x, gate)[0]
 
 
 def streamed(gates: list[Tensor]) -> dict[int, Passed]:

@@ -64,8 +64,7 @@ class Scored(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x).square().mean()
-        return made
+        return self.layer(x).square().mean()
 
 
 class Near(nn.Module):

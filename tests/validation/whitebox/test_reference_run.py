@@ -30,8 +30,7 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.last(self.first(x).tanh())
-        return made
+        return self.last(self.first(x).tanh())
 
 
 def build() -> nn.Module:

@@ -45,7 +45,6 @@ def test_a_right_step_has_no_cause(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: train(own(model), microbatches))
     assert (verdict.outcome, verdict.causes, verdict.undecided) == ("pass", (), ())
     ran = verdict.measured.ran
-    assert ran is not None
     rows = [" ".join(done.action for done in row) for row in ran.ranks]
     assert rows == [" ".join(f"{stage}F{m} {stage}B{m}" for m in range(4)) for stage in (0, 1)]
     assert {one.error for row in ran.ranks for done in row for one in done.sights if one.agrees} == {0}
@@ -106,16 +105,14 @@ class Squaring(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x).square()
-        return made
+        return self.inner(x).square()
 
 
 class Doubling(Squaring):
     """Hands on what is right in another form."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = 2 * self.inner(x)
-        return made
+        return 2 * self.inner(x)
 
 
 def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], change: Change = lambda m, x: x) -> Step:
@@ -149,8 +146,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.left(x)
-        made: Tensor = self.top(first) + self.right(first)
-        return made
+        return self.top(first) + self.right(first)
 
 
 def doubled_branch(model: Any, microbatches: list[Any]) -> Any:

@@ -36,7 +36,6 @@ def one_device(
     """A right step on one rank, whose gradients are doubled where it is ``wrong``."""
     losses = backward(model, microbatches, by=loss_fn)
     for one in model.parameters() if wrong(microbatches) else ():
-        assert one.grad is not None
         one.grad.mul_(2)
     return model, losses
 

@@ -18,7 +18,6 @@ def waited(rank: int, action: str, peer: int) -> RankReport:
 
 def test_a_message_whose_sender_went_on_was_lost() -> None:
     found = find_lost_message(PROGRAM, [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F0", 0)])
-    assert found is not None
     assert (found.rank, found.receive, found.sender) == (1, Action.parse("1RECV_F0"), 0)
     golden(str(found))
 
@@ -33,7 +32,6 @@ def test_a_sender_that_had_not_come_to_it_lost_nothing() -> None:
 def test_what_a_stopped_rank_said_counts_too() -> None:
     stopped = RankReport(0, Ending.STOPPED, waiting="0RECV_B1 with rank 1")
     found = find_lost_message(PROGRAM, [stopped, waited(1, "1RECV_F1", 0)])
-    assert found is not None
     assert found.send == Action.parse("0SEND_F1")
 
 

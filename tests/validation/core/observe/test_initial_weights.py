@@ -49,7 +49,6 @@ def test_weights_are_those_that_a_module_was_called_with() -> None:
             for _ in range(2):
                 call(module, others, (torch.ones(1, 2),))
         observed = first_use.of(module.weight, module, "weight")
-        assert observed is not None
         assert observed.value is not None
         assert torch.equal(observed.value, others["weight"])
         assert not first_use.weights.broken

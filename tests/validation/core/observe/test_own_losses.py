@@ -202,8 +202,7 @@ def measured(layer: nn.Module, x: Tensor) -> Tensor:
     loss = layer(x.detach()).sum()
     with torch.inference_mode():
         size = float(torch.autograd.grad(loss, next(layer.parameters()))[0].mean())
-    made: Tensor = layer(x) * size
-    return made
+    return layer(x) * size
 
 
 def adding(layer: nn.Module, x: Tensor) -> Tensor:

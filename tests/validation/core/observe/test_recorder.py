@@ -50,10 +50,8 @@ def step(one: PipelineSchedule) -> None:
 
 def at(recording: Recording, stage: int, microbatch: int, where: str) -> list[list[float]]:
     (tensor,) = recording.tensors[Point(stage, microbatch, where)]
-    assert tensor is not None
     assert not tensor.requires_grad
-    found: list[list[float]] = tensor.tolist()
-    return found
+    return tensor.tolist()
 
 
 def on_first(around: type[AroundStage], parts: Parts) -> Parts:

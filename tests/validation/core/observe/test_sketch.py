@@ -131,8 +131,7 @@ class Block(nn.Module):
         self.table = nn.Parameter(of(dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found
+        return self.layer(x)
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -238,7 +237,6 @@ turned = partial(seeded, Turned)
 def imaginary(model: nn.Module) -> None:
     """Doubles the imaginary part of the gradient."""
     gradient = model.get_parameter("weight").grad
-    assert gradient is not None
     gradient.imag.mul_(2)
 
 
@@ -275,7 +273,6 @@ def test_imaginary_parts_are_compared_in_every_way(
 def test_a_gradient_off_by_rounding_is_judged_by_floors_of_both_parts() -> None:
     record = record_step(turned(), DATA, loss_fn=loss_fn)
     floors = record.operations[0].floors
-    assert floors is not None
     assert 0 < floors.gradients["weight"].rounding < 1e-6
 
 

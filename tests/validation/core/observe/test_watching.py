@@ -226,8 +226,7 @@ class Cut(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.second(self.first(x).detach())
-        return made
+        return self.second(self.first(x).detach())
 
 
 @pytest.mark.parametrize("stage", [Cut(), nn.Linear(WIDTH, WIDTH)], ids=["cut", "whole"])
@@ -254,8 +253,7 @@ class Fed(nn.Module):
         self.given = torch.empty(0)
 
     def forward(self) -> Tensor:
-        out: Tensor = self.layers(self.given)
-        return out
+        return self.layers(self.given)
 
 
 def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = None) -> Any:
@@ -264,8 +262,7 @@ def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = No
 
     def feed(x: Tensor) -> Tensor:
         stage.given = x
-        made: Tensor = stage()
-        return made
+        return stage()
 
     return stage, one_by_one(feed, microbatches, lambda m, x: 2 * x if m == wrong else x) or None
 
@@ -280,8 +277,7 @@ def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: W
 
 
 def recomputed(stage: nn.Module, m: int, x: Tensor, *, reentrant: bool = True) -> Tensor:
-    result: Tensor = checkpoint(stage, x if x.requires_grad else x.requires_grad_(), use_reentrant=reentrant)
-    return result
+    return checkpoint(stage, x if x.requires_grad else x.requires_grad_(), use_reentrant=reentrant)
 
 
 def but_for_the_last(stage: nn.Module, m: int, x: Tensor) -> Tensor:

@@ -40,8 +40,7 @@ class Last(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-        made: Tensor = self.out(a * mask + b)
-        return made
+        return self.out(a * mask + b)
 
 
 class Chain(nn.Module):

@@ -199,7 +199,6 @@ def test_gradients_are_those_that_the_optimizer_was_given() -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         for parameter in chunk.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(0.1)  # clipped
     assert all(one is not None and bool(one.eq(1).all()) for one in observed.result().gradients.values())
 

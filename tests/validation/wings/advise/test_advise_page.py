@@ -28,7 +28,6 @@ def test_bars_are_as_long_as_what_is_held() -> None:
         assert 190 <= float(x) <= float(x) + float(width) <= 750.2, "nothing leaves the picture"
     assert len(rows) == len(steps)
     for step, bars in zip(steps, rows.values(), strict=True):
-        assert step.choice is not None
         held = step.choice.footprint
         assert tuple(bars) == PARTS
         for part, width in bars.items():

@@ -24,8 +24,7 @@ RANKS, COUNT = 3, 4
 def checked(world: World, faults: Faults | None = None, **options: Any) -> Verdict:
     verdicts = world.run(partial(step, **options), COUNT, faults or Faults(), ranks=RANKS)
     assert len({verdict.details for verdict in verdicts}) == 1, "all ranks have one verdict"
-    found: Verdict = verdicts[0]
-    return found
+    return verdicts[0]
 
 
 @pytest.mark.parametrize("kind", ["simulated", "world"])
@@ -59,7 +58,6 @@ def scaled(here: Step, stage: nn.Module) -> None:
 
 def doubled_gradient(here: Step, stage: nn.Module) -> None:
     gradient = next(stage.parameters()).grad
-    assert gradient is not None
     gradient.mul_(2)
 
 

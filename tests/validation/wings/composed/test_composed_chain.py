@@ -31,8 +31,7 @@ class Checkpointed(Both):
     """Runs its layer again in the backward, in a graph of its own."""
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = checkpoint(super().forward, *given, use_reentrant=True)
-        return made
+        return checkpoint(super().forward, *given, use_reentrant=True)
 
 
 class Silent(Both):

@@ -35,8 +35,7 @@ class Buffered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.late = torch.ones(8) if self.late is None else self.late * 1.5
         self.count.add_(1)
-        found: Tensor = self.layer(x) * self.late * self.again
-        return found
+        return self.layer(x) * self.late * self.again
 
 
 class Twice(nn.Module):

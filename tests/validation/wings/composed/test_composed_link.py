@@ -56,8 +56,7 @@ class Join(nn.Module):
         self.layer, self.one_side = nn.Linear(WIDTH, WIDTH), one_side
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        found: Tensor = self.layer(left.float()) + (right.detach() if self.one_side else right)
-        return found
+        return self.layer(left.float()) + (right.detach() if self.one_side else right)
 
 
 @dataclass(frozen=True)
@@ -195,8 +194,7 @@ class Told(nn.Module):
 
     def forward(self) -> Tensor:
         assert self.input_tensor is not None
-        out: Tensor = self.layer(self.input_tensor)
-        return out
+        return self.layer(self.input_tensor)
 
 
 def test_an_input_in_an_attribute_is_not_seen() -> None:

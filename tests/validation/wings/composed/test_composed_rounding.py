@@ -53,8 +53,7 @@ class Stage(nn.Module):
         self.first, self.last, self.size = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), size
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(Unsteady.apply(torch.tanh(self.first(x)), self.size))
-        return out
+        return self.last(Unsteady.apply(torch.tanh(self.first(x)), self.size))
 
 
 def padded(output: Tensor, target: Tensor) -> Tensor:
@@ -124,7 +123,6 @@ def before(weight: nn.Parameter) -> None:
 
 def after(weight: nn.Parameter) -> None:
     def halve(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
     weight.register_post_accumulate_grad_hook(halve)

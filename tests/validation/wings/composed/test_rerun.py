@@ -26,8 +26,7 @@ class Recomputed(nn.Module):
         self.keeps, self.reentrant = keeps, reentrant
 
     def _body(self, x: Tensor) -> Tensor:
-        found: Tensor = self.then(torch.tanh(self.drop(self.layer(x))))
-        return found
+        return self.then(torch.tanh(self.drop(self.layer(x))))
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self._body, x, use_reentrant=self.reentrant, preserve_rng_state=self.keeps)

@@ -262,7 +262,6 @@ def skips(context: RankContext, how: Callable[[str], Any], alone: bool = False) 
     """A test that skips where a gradient is odd, on every rank, or on rank 1 ``alone``."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     layer(torch.ones(1, WIDTH)).sum().backward()
-    assert layer.weight.grad is not None
     whole = layer.weight.grad.clone()
     dist.all_reduce(whole)
     odd = not torch.equal(whole, torch.full((WIDTH, WIDTH), float(context.ranks)))

@@ -36,13 +36,11 @@ def trained(to: Path, at: int, fault: Fault | None = None, begins: int = 1) -> P
 
 def lost(loop: Loop, number: int) -> None:
     gradient = loop.model.get_parameter("0.bias").grad
-    assert gradient is not None
     gradient.zero_()
 
 
 def turned(loop: Loop, number: int) -> None:
     gradient = loop.model.get_parameter("0.bias").grad
-    assert gradient is not None
     gradient.neg_()
 
 

@@ -67,5 +67,4 @@ def test_a_case_has_what_its_specimen_needs() -> None:
 def test_a_trial_without_a_recording_has_only_what_a_foreign_runtime_hands_back(world: World) -> None:
     found = try_out(case_for(SPECIMENS["stage-negated"], "1f1b", microbatches=2), world, record=False)
     assert found.recorded is None
-    assert found.final is not None
     assert (found.final.kind, found.final.located) == ("sign", True)
