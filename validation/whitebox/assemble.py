@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -248,9 +249,10 @@ class Assembled:
         """True if all watched boundary tensors occur in ``places``, bit for bit."""
         forward, backward = places
         calls = [call for line in self._calls for every in line.values() for call in every]
-        tensors = (one for call in calls for one in (*call.inputs, *call.outputs))
-        flowed = (one for call in calls for one in (*call.output_gradients.values(), *call.input_gradients.values()))
-        return forward.hold_all(tensors) and backward.hold_all(flowed)
+        there = [one for call in calls for one in (*call.inputs, *call.outputs)]
+        flowed = [[*call.output_gradients.values(), *call.input_gradients.values()] for call in calls]
+        known = forward.recognise(there), backward.recognise(list(chain.from_iterable(flowed)))
+        return all(known)
 
     def observe(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
         """Return all results; ``known``: boundary observations by line."""

@@ -111,9 +111,9 @@ class ReferenceRun:
         self._task, self.model, self._replicas = task, model, replicas
         self._late = late
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._survey = TensorIndex(model, replicas=replicas.count) if surveyed else None
-        own = self.reference({name: k for k, name in enumerate(self._parameters)} if owner is None else owner)
-        self._coming = own.contributing(self.batches)
+        self._survey = TensorIndex(model, replicas=replicas.count, again=self._survey_again) if surveyed else None
+        self._own = self.reference({name: k for k, name in enumerate(self._parameters)} if owner is None else owner)
+        self._coming = self._own.contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
         self.buffers: dict[str, Tensor] = {}  # of the model, after all microbatches
@@ -214,3 +214,12 @@ class ReferenceRun:
             return
         except Exception as error:  # any type: our own fault, which must not affect verdicts
             self.crash = Crash.of(error)
+
+    def _survey_again(self) -> None:
+        """Repeat the survey in full, for a diagnosis."""
+        assert self._survey is not None, "only a survey asks for it"
+        model = self._task.build(self.device)
+        coming = self._own.of(model).contributing(self.batches)
+        with one_thread():
+            for number, batch in enumerate(self.batches):
+                self._survey.watch(number, batch, lambda: next(coming), other=model)

@@ -1,18 +1,19 @@
 """TensorIndex: sketches of all module outputs in the reference, with their gradients, by place."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.core.observe.elements import is_rounded
+from pipeproof.core.observe.elements import in_fp64, is_rounded
 from pipeproof.core.observe.observed import INPUT
 from pipeproof.core.observe.sketch import FEW, Sketch, digest_of_values, sketch
 from pipeproof.explain.sketches import of_sketches
@@ -24,71 +25,122 @@ from pipeproof.reference.outputs import outputs_noted
 REPLICA = " of a replica"
 TOGETHER = " and "  # joins places whose gradients flow together
 _THROUGH = " through stage "
+_KEPT = b""  # content of an unread kept tensor
 Result = TypeVar("Result")
 
 
 class Places(Mapping[str, Mapping[int, Sketch]]):
     """Sketches by place and microbatch; a place is a module's n-th output, or the model's n-th input.
 
-    A kept tensor is sketched when its place is read: where ranks are right, their own digests suffice.
+    Kept tensors are digested on first use. If only digests were noted, ``gather`` sketches all tensors on demand.
     """
 
-    def __init__(self) -> None:
-        self._at: dict[str, dict[int, Sketch | Tensor]] = {}
-        self._by_digest: dict[bytes, dict[tuple[str, int], None]] = {}  # in the order of coming
+    def __init__(self, gather: Callable[[], None] | None = None) -> None:
+        self.gather = gather
+        self._kept: list[tuple[str, int, Tensor]] = []
+        self._contents: dict[str, dict[int, bytes]] = {}
+        self._by_content: dict[bytes, list[tuple[str, int]]] = {}
+        self._sketches: dict[str, dict[int, Sketch]] = {}
+        self._recognised: dict[bytes, Sketch] = {}
         self._computed: torch.dtype | None = None
 
     def __getitem__(self, place: str) -> Mapping[int, Sketch]:
-        here = self._at[place]
-        for microbatch, one in here.items():
-            if isinstance(one, Tensor):
-                here[microbatch] = replace(sketch(one), computed=self._computed)
-        return cast(Mapping[int, Sketch], here)
+        contents, made = self._contents[place], self._sketches.setdefault(place, {})
+        if _KEPT in contents.values():
+            self._note_kept()
+        if len(made) < len(contents):
+            if self.gather is not None and not self._recognised.keys() >= {*contents.values()}:
+                self.gather()
+            for microbatch in contents.keys() - made.keys():
+                made[microbatch] = replace(self._recognised[contents[microbatch]], computed=self._computed)
+            self._sketches[place] = made = {microbatch: made[microbatch] for microbatch in contents}
+        return made
 
     def __contains__(self, place: object) -> bool:
-        return place in self._at  # the default would read the place
+        return place in self._contents
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._at)
+        return iter(self._contents)
 
     def __len__(self) -> int:
-        return len(self._at)
+        return len(self._contents)
 
     def keep(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """Add ``tensor`` at ``place``, to be sketched later."""
-        self._put(place, microbatch, tensor, digest_of_values(tensor))
+        """Keep ``tensor`` at ``place``, to digest it later."""
+        self._contents.setdefault(place, {})[microbatch] = _KEPT
+        self._kept.append((place, microbatch, tensor))
+
+    def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """Note ``tensor`` at ``place``."""
+        if self.gather is None:
+            self.add(place, microbatch, sketch(tensor))
+        else:
+            self._note(place, microbatch, digest_of_values(tensor))
 
     def add(self, place: str, microbatch: int, observed: Sketch) -> None:
         """Add a sketch at ``place``."""
-        self._put(place, microbatch, replace(observed, computed=self._computed), observed.digest)
+        self._note(place, microbatch, observed.digest)
+        self._sketches.setdefault(place, {})[microbatch] = replace(observed, computed=self._computed)
 
-    def _put(self, place: str, microbatch: int, one: Sketch | Tensor, digest: bytes) -> None:
-        self._at.setdefault(place, {})[microbatch] = one
-        self._by_digest.setdefault(digest, {})[place, microbatch] = None
+    def _note(self, place: str, microbatch: int, content: bytes) -> None:
+        contents = self._contents.setdefault(place, {})
+        if contents.get(microbatch) != content:
+            contents[microbatch] = content
+            self._by_content.setdefault(content, []).append((place, microbatch))
+
+    def _note_kept(self, is_sought: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Digest kept tensors that are sought."""
+        kept, self._kept = self._kept, []
+        for place, microbatch, tensor in kept:
+            if is_sought(tensor):
+                self._note(place, microbatch, digest_of_values(tensor))
+            else:
+                self._kept.append((place, microbatch, tensor))
 
     def note_type(self, dtype: torch.dtype) -> None:
         """Mark all sketches, now and later, as computed in narrower ``dtype``."""
         self._computed = dtype
-        for here in self._at.values():
-            here |= {m: replace(one, computed=dtype) for m, one in here.items() if isinstance(one, Sketch)}
+        for made in self._sketches.values():
+            made |= {microbatch: replace(one, computed=dtype) for microbatch, one in made.items()}
 
-    def hold_all(self, observed: Iterable[Sketch]) -> bool:
-        """True if all nonzero sketches occur here, bit for bit."""
-        return all(one.digest in self._by_digest or not one.norm for one in observed)
+    def recognise(self, observed: Sequence[Sketch]) -> bool:
+        """True if all nonzero sketches occur in the survey, bit for bit; stores them then.
+
+        Only kept tensors with a fitting norm are read.
+        """
+        norms = defaultdict[object, set[float]](set)
+        for one in observed:
+            norms[one.shape, one.dtype].add(one.norm)
+
+        def is_sought(tensor: Tensor) -> bool:
+            alike = norms[tensor.shape, tensor.dtype]
+            own = float(in_fp64(tensor).norm()) if alike else 0.0
+            return any(not abs(own - norm) > own * torch.finfo(torch.float32).eps for norm in alike)
+
+        self._note_kept(is_sought)
+        for one in observed:
+            if one.digest in self._by_content:
+                self._recognised.setdefault(one.digest, one)
+        return all(one.digest in self._by_content or not one.norm for one in observed)
 
     def holding(self, observed: Sketch) -> Sequence[tuple[str, int]]:
         """Return (place, microbatch) pairs equal to a nonzero ``observed``, bit for bit."""
-        return [*self._by_digest.get(observed.digest, ())] if observed.norm else []
+        return self._equal(observed) if observed.norm else ()
 
     def find(self, observed: Sketch) -> Iterator[tuple[str, int]]:
         """Yield (place, microbatch) pairs equal to ``observed``: bit for bit, otherwise up to rounding."""
-        if equal := self._by_digest.get(observed.digest):
+        if equal := self._equal(observed):
             yield from equal
             return
         for place, sketches in self.items():
             for microbatch, known in sketches.items():
                 if observed.is_like(known):
                     yield place, microbatch
+
+    def _equal(self, observed: Sketch) -> Sequence[tuple[str, int]]:
+        if observed.digest not in self._recognised:
+            self._note_kept()
+        return self._by_content.get(observed.digest, ())
 
     def usual(self, observed: Sequence[Sketch | None]) -> tuple[str, ...]:
         """Return places that match most of ``observed``, each in a different microbatch; empty without any match.
@@ -108,10 +160,10 @@ class Places(Mapping[str, Mapping[int, Sketch]]):
                 apart.setdefault(place, []).append(one.distance(self[place][microbatch]))
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
-        short = any(math.prod(one.shape) < FEW and one.digest not in self._by_digest for one in there)
+        short = any(math.prod(one.shape) < FEW and not self._equal(one) for one in there)
         types = {self._computed or one.dtype for one in telling}
         coarse = all(one.is_floating_point and torch.finfo(one).eps > torch.finfo(torch.float32).eps for one in types)
-        coarse = coarse and not any(one.digest in self._by_digest for one in telling)
+        coarse = coarse and not any(map(self._equal, telling))
         if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
         return tuple(
@@ -136,38 +188,28 @@ def is_part(place: str, whole: str) -> bool:
 class TensorIndex:
     """Records places while ``model`` trains on microbatches.
 
-    replicas: gradients in one replica are this many times as large as their average.
+    replicas: gradients in one replica are this many times as large as their average. again: repeats the survey if more
+    than digests are needed; without it, sketches are made at once.
     """
 
-    def __init__(self, model: nn.Module, *, replicas: int = 1) -> None:
-        self.places: Both = Places(), Places()
-        self._model, self._replicas = model, replicas
+    def __init__(self, model: nn.Module, *, replicas: int = 1, again: Callable[[], None] | None = None) -> None:
+        gather = None if again is None else self._gather
+        self.places: Both = Places(gather), Places(gather)
+        self._model = model
+        self._replicas = replicas
+        self._again = again
         self._room = 0  # bytes for kept tensors, at most the microbatches' gradients, which are kept too
 
-    def watch(self, microbatch: int, batch: Batch, train: Callable[[], Result]) -> Result:
-        """Run ``train``, which trains the model on ``batch``, and record places."""
-        forward, backward = self.places
+    def watch(
+        self, microbatch: int, batch: Batch, train: Callable[[], Result], *, other: nn.Module | None = None
+    ) -> Result:
+        """Run ``train``, which trains the model (or an equal ``other``) on ``batch``, and record places."""
+        forward, _ = self.places
         self._room += sum(one.nbytes for one in self._model.parameters() if one.requires_grad)
-
-        def see(places: Places, place: str, tensor: Tensor) -> None:
-            if tensor.layout != torch.strided or self._room < tensor.nbytes:
-                places.add(place, microbatch, sketch(tensor))
-            else:
-                self._room -= tensor.nbytes
-                places.keep(place, microbatch, tensor.detach().clone())
-
-        def see_gradient(place: str, gradient: Tensor) -> None:
-            for at, one in self._in_each_scale(place, gradient):
-                see(backward, at, one)
-
-        def see_output(place: str, tensor: Tensor) -> None:
-            see(forward, place, tensor)
-            if tensor.requires_grad:
-                hook_at(tensor, partial(see_gradient, place))
-
         for number, tensor in enumerate(batch.inputs):
-            see(forward, f"{INPUT} {number}", tensor)
-        with outputs_noted(self._model, see_output):
+            self._see(forward, f"{INPUT} {number}", microbatch, tensor)
+        model = self._model if other is None else other
+        with outputs_noted(model, lambda place, tensor: self._note(place, microbatch, tensor)):
             return train()
 
     def look_again(
@@ -181,13 +223,36 @@ class TensorIndex:
             for stage, cut in cuts.items() if loss.item() == expected else ():
                 for place, gradient in graph.hand_on(loss / divisor, cut).items():
                     if gradient is not None:
-                        for at, one in self._in_each_scale(flow_place(place, stage), gradient):
-                            self.places[1].add(at, microbatch, sketch(one))
+                        self._on_flow(flow_place(place, stage), microbatch, gradient, at_once=True)
 
-    def _in_each_scale(self, place: str, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield place, gradient
+    def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """Record a module output, and its gradient when it flows."""
+        forward, _ = self.places
+        self._see(forward, place, microbatch, tensor)
+        if tensor.requires_grad:
+            hook_at(tensor, partial(self._on_flow, place, microbatch))
+
+    def _on_flow(self, place: str, microbatch: int, gradient: Tensor, *, at_once: bool = False) -> None:
+        _, backward = self.places
+        self._see(backward, place, microbatch, gradient, at_once=at_once)
         if self._replicas > 1:
-            yield f"{place}{REPLICA}", gradient * self._replicas
+            self._see(backward, f"{place}{REPLICA}", microbatch, gradient * self._replicas, at_once=at_once)
+
+    def _see(self, places: Places, place: str, microbatch: int, tensor: Tensor, *, at_once: bool = False) -> None:
+        """Record ``tensor``, kept as is while memory allows; ``at_once``: as a sketch."""
+        if at_once:
+            places.add(place, microbatch, sketch(tensor))
+        elif places.gather is None or tensor.layout != torch.strided or self._room < tensor.nbytes:
+            places.note(place, microbatch, tensor)
+        else:
+            self._room -= tensor.nbytes
+            places.keep(place, microbatch, tensor.detach().clone())
+
+    def _gather(self) -> None:
+        assert self._again is not None, "asked for where contents alone are noted"
+        for places in self.places:
+            places.gather = None
+        self._again()
 
 
 class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof import watch
-from pipeproof.core.observe.sketch import Sketch, sketch
+from pipeproof.core.observe.sketch import Sketch, digest_of_values, sketch
 from pipeproof.core.replicas import Replicas
 from pipeproof.reference.step import Recipe, Reference, Site
 from pipeproof.whitebox import WhiteBox
 from pipeproof.whitebox.reference_run import ReferenceRun, SecondModel
 from pipeproof.whitebox.task import ReferenceRaised, Task
+from pipeproof.whitebox.tensor_index import Places
 from tests.support.steps import WIDTH, loss_fn
 from tests.support.two_ranks import all_forward_all_backward, data, half, model_of
 
@@ -30,7 +31,8 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
+        made: Tensor = self.last(self.first(x).tanh())
+        return made
 
 
 def build() -> nn.Module:
@@ -92,31 +94,55 @@ def test_an_unwatched_run_keeps_nothing(begun: bool) -> None:
     assert len(run.contributions(APART)) == MICROBATCHES
 
 
-def test_only_what_is_asked_for_is_sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[bytes] = []
+@pytest.mark.parametrize("ahead", [True, False], ids=["before the ranks end", "after"])
+def test_sketches_are_gathered_only_of_what_nobody_has(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    made: list[Sketch] = []
 
     def counted(tensor: Tensor) -> Sketch:
-        made.append(sketch(tensor).digest)
-        return sketch(tensor)
+        made.append(sketch(tensor))
+        return made[-1]
 
     monkeypatch.setattr("pipeproof.whitebox.tensor_index.sketch", counted)
-    task, place = task_of(), "output 0 of first"
-    run = run_of(task).settle(APART, watched=True)
+    task, place = task_of(), "output 0 of last"
+    begun = run_of(task)
+    if ahead:
+        next(begun)
+    run = begun.settle(APART, watched=True)
     run.contributions(APART)
-    assert len(made) == MICROBATCHES * 3  # beside gradients there is room for two tensors of five
-    made.clear()
     assert run.places is not None
-    forward, _ = run.places
-    model = task.build("cpu")
-    observed = [sketch(model.first(batch.inputs[0])) for batch in task.batches(model)]
-    assert forward.hold_all(observed)
-    assert not forward.hold_all([*observed, sketch(torch.ones(2, 4))])
-    assert [*forward.find(observed[1])] == [(place, 1)]
     assert made == []
-    assert [*forward[place].items()] == [*enumerate(observed)]
-    assert made == [one.digest for one in observed]
-    assert [*forward.find(sketch(torch.ones(2, 4)))] == []
-    assert len(made) == MICROBATCHES * 2  # any may be what is new
+    forward, backward = run.places
+    model = task.build("cpu")
+    observed = [sketch(model(batch.inputs[0])) for batch in task.batches(model)]
+    assert forward.recognise(observed)
+    assert [*forward[place].values()] == observed
+    assert made == [], "what was observed is what passes: that is known by its content"
+    assert not forward.recognise([sketch(torch.ones(2, 4))])
+    gathered = backward[place]
+    assert len(made) == len({*made}) == MICROBATCHES * 5, "an input, two outputs and their gradients"
+    assert [one.digest for one in gathered.values()] == [
+        one.digest for one in made if any(at == place for at, _ in backward.holding(one))
+    ]
+
+
+def test_only_what_may_be_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bytes] = []
+
+    def counted(tensor: Tensor) -> bytes:
+        looked.append(digest_of_values(tensor))
+        return looked[-1]
+
+    monkeypatch.setattr("pipeproof.whitebox.tensor_index.digest_of_values", counted)
+    places, kept = Places(gather=lambda: None), [torch.full((3,), float(k)) for k in range(4)]
+    for number, one in enumerate(kept):
+        places.keep("layer", number, one)
+    observed = [sketch(one) for one in kept]
+    assert places.recognise(observed[1:2])
+    assert looked == [observed[1].digest]
+    assert list(places.find(observed[1])) == [("layer", 1)]
+    assert looked == [observed[1].digest], "nothing else can be that"
+    assert list(places.find(observed[3])) == [("layer", 3)]
+    assert sorted(looked) == sorted(one.digest for one in observed), "any may be what is new"
 
 
 def test_what_the_reference_raises_is_kept() -> None:

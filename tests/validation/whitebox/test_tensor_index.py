@@ -212,37 +212,17 @@ def test_likeness_in_a_coarse_type_is_no_place() -> None:
     places, made = Places(), torch.Generator().manual_seed(0)
     known = [0.05 * torch.randn(32, generator=made).bfloat16() for _ in range(2)] + [torch.randn(32).bfloat16()]
     for number, one in enumerate(known):
-        places.add("layer", number, sketch(one))
+        places.note("layer", number, one)
     assert places.usual([sketch(torch.tanh(one)) for one in known]) == ()  # the tangent of the small ones is themselves
     assert places.usual([sketch(torch.tanh(one)) for one in known[:2]]) == ("layer",)
     assert places.usual([sketch(one) for one in (known[0], *map(torch.tanh, known[1:]))]) == ("layer",)
-
-
-def test_equal_places_come_in_the_order_of_the_reference() -> None:
-    """Whether a tensor was kept or sketched at once; what it was computed in is marked on both."""
-    places = Places()
-    places.keep("first", 0, GIVEN)
-    places.add("second", 0, sketch(GIVEN))
-    places.keep("third", 1, GIVEN)
-    places.keep("other", 0, GIVEN + 1)
-    places.note_type(torch.bfloat16)
-    assert (
-        [*places.find(sketch(GIVEN))] == [*places.holding(sketch(GIVEN))] == [("first", 0), ("second", 0), ("third", 1)]
-    )
-    assert [one.computed for place in places.values() for one in place.values()] == [torch.bfloat16] * 4
-    assert [places.hold_all([sketch(one)]) for one in (GIVEN, GIVEN + 1, GIVEN - 1, 0 * GIVEN)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
 
 
 def test_of_two_alike_places_the_nearer_comes_first() -> None:
     places, made = Places(), torch.Generator().manual_seed(0)
     known = [0.2 * torch.randn(32, generator=made).bfloat16() for _ in range(3)]
     for number, one in enumerate(known):
-        places.add("linear", number, sketch(one))
-        places.add("tanh", number, sketch(torch.tanh(one)))
+        places.note("linear", number, one)
+        places.note("tanh", number, torch.tanh(one))
     otherwise = [sketch(torch.tanh(one.float()).mul(1 + 2**-8).bfloat16()) for one in known]
     assert places.usual(otherwise) == ("tanh", "linear")
