@@ -352,7 +352,7 @@ class LeftOut:
         crash = getattr(report.longrepr, "reprcrash", None)
         if subjects and crash is not None:  # pytest's summary begins with the type's whole name
             crash.message = f"{subjects[0].summary} ({type(error).__name__})"
-        if subjects and item.config.get_verbosity() > 0:
+        if subjects and item.config.getoption("verbose") > 0:
             report.sections += [("pipeproof", verdict.details) for verdict in subjects]
         if report.failed and _uses_ranks(item) and (seed := _seed(item)) is not None:
             said = f"{_SEED}={seed}" if "seed" not in _marked(item) else f"seed={seed} of its marker"

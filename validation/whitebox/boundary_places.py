@@ -32,7 +32,7 @@ def place_by_structure(stages: Stages, places: Both, note: Callable[[Cuts], None
         for column in sorted(columns, key=lambda one: one.where != RECEIVED):
             settled = _settle_gradient(column, gradients[stage], ("", REPLICA))
             found = {REPLICA if place.endswith(REPLICA) else "" for place in settled.own}
-            if column.where in _GRADIENT_OF.values() and settled.judged and len(scales) > 1 == len(found):
+            if len(found) == 1 and len(scales) > 1 and settled.judged and column.where in _GRADIENT_OF.values():
                 scales = (found.pop(),)
     made = dict[int, list[Column]]()
     for stage, columns in tensors.items():
